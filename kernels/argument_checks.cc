@@ -131,7 +131,12 @@ Status check_arguments(const AdamWArguments& a) {
       check_pointer("adamw", "gradient", a.gradient, a.count, element_bytes(a.gradient_type)));
   FOREBAY_RETURN_IF_ERROR(check_pointer("adamw", "master", a.master, a.count, sizeof(float)));
   FOREBAY_RETURN_IF_ERROR(check_pointer("adamw", "m", a.m, a.count, sizeof(float)));
-  FOREBAY_RETURN_IF_ERROR(check_pointer("adamw", "v", a.v, a.count, sizeof(float)));
+  if (static_cast<int>(a.optimizer) >= kOptimizerCount) {
+    return invalid("adamw: optimizer is %d, which does not exist; pass one of optimizer.h",
+                   static_cast<int>(a.optimizer));
+  }
+  if (has_second_moment(a.optimizer))
+    FOREBAY_RETURN_IF_ERROR(check_pointer("adamw", "v", a.v, a.count, sizeof(float)));
   if (a.parameter == nullptr) return Status();
   return check_pointer("adamw", "parameter", a.parameter, a.count, element_bytes(a.parameter_type));
 }

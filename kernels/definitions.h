@@ -96,26 +96,29 @@ FOREBAY_DEVICE inline double canonical_double(double value) noexcept {
   return nan;
 }
 
-// The constants of an AdamW update that do not depend on the element.
+// The constants of an update that do not depend on the element.
 struct AdamWConstants {
   float factor;
-  float decay;  // -(lr * weight_decay)
+  float decay;  // -(lr * weight_decay); weight_decay for kAdam and kSgd.
   float beta1, a1;
   float beta2, a2;
-  float step;  // -(lr / c1)
+  float step;  // -(lr / c1); -lr for kSgd and kLion.
   float s2, eps;
 };
 
 FOREBAY_DEVICE inline AdamWConstants adamw_constants(const AdamWArguments& a, float factor, float c1,
                                                      float s2) noexcept {
-  return {factor, -(a.lr * a.weight_decay), a.beta1, a.a1, a.beta2, a.a2, -(a.lr / c1), s2, a.eps};
+  const bool is_decoupled = a.optimizer == Optimizer::kAdamW || a.optimizer == Optimizer::kLion;
+  const float decay = is_decoupled ? -(a.lr * a.weight_decay) : a.weight_decay;
+  const float step = has_second_moment(a.optimizer) ? -(a.lr / c1) : -a.lr;
+  return {factor, decay, a.beta1, a.a1, a.beta2, a.a2, step, s2, a.eps};
 }
 
 struct AdamWElement {
   float p, m, v;
 };
 
-// See AdamWArguments (kernels.h) for the formula and its source.
+// The rules of optimizer.h. The first is AdamW's.
 FOREBAY_DEVICE inline AdamWElement adamw_element(const AdamWConstants& c, float gradient, float p, float m,
                                                  float v) noexcept {
   const float g = gradient * c.factor;
@@ -123,6 +126,39 @@ FOREBAY_DEVICE inline AdamWElement adamw_element(const AdamWConstants& c, float 
   m = fmaf(c.beta1, m, c.a1 * g);
   v = fmaf(c.beta2, v, c.a2 * (g * g));
   p = fmaf(c.step, m / (sqrtf(v) / c.s2 + c.eps), p);
+  return {canonical(p), canonical(m), canonical(v)};
+}
+
+FOREBAY_DEVICE inline float sign(float value) noexcept {
+  return value > 0.0f ? 1.0f : value < 0.0f ? -1.0f : 0.0f;
+}
+
+// Any rule. An optimizer without a second moment leaves v.
+FOREBAY_DEVICE inline AdamWElement update_element(Optimizer optimizer, const AdamWConstants& c,
+                                                  float gradient, float p, float m, float v) noexcept {
+  float g = gradient * c.factor;
+  switch (optimizer) {
+    case Optimizer::kAdamW:
+      return adamw_element(c, gradient, p, m, v);
+    case Optimizer::kAdam:
+      g = fmaf(c.decay, p, g);
+      m = fmaf(c.beta1, m, c.a1 * g);
+      v = fmaf(c.beta2, v, c.a2 * (g * g));
+      p = fmaf(c.step, m / (sqrtf(v) / c.s2 + c.eps), p);
+      break;
+    case Optimizer::kSgd:
+      g = fmaf(c.decay, p, g);
+      m = fmaf(c.beta1, m, g);
+      p = fmaf(c.step, m, p);
+      break;
+    case Optimizer::kLion: {
+      const float u = fmaf(c.beta1, m, c.a1 * g);
+      p = fmaf(c.decay, p, p);
+      p = fmaf(c.step, sign(u), p);
+      m = fmaf(c.beta2, m, c.a2 * g);
+      break;
+    }
+  }
   return {canonical(p), canonical(m), canonical(v)};
 }
 

@@ -20,7 +20,7 @@ Status invalid(const char* function, std::size_t count, const std::string& found
                 std::string(function) + " of " + std::to_string(count) + " elements: " + found);
 }
 
-Status check_moments(const char* function, const Moments& a, std::size_t count) {
+Status check_moments(const char* function, const Moments& a, std::size_t count, bool has_v = true) {
   if (a.format != MomentFormat::kFloat32 && a.format != MomentFormat::kBfloat16 &&
       a.format != MomentFormat::kBlock8) {
     return invalid(function, count,
@@ -29,7 +29,7 @@ Status check_moments(const char* function, const Moments& a, std::size_t count) 
   }
   if (count == 0) return Status();
   const std::string format = moment_format_name(a.format);
-  if (a.m == nullptr || a.v == nullptr) {
+  if (a.m == nullptr || (a.v == nullptr && has_v)) {
     return invalid(function, count,
                    std::string(a.m == nullptr ? "m" : "v") + " is null; pass moment_bytes() of memory");
   }
@@ -77,12 +77,27 @@ const char* moment_format_name(MomentFormat format) noexcept {
 Status host_adam(const HostAdamArguments& a, const BlockRunner& runner) {
   const char* const function = "host_adam";
   const std::size_t count = a.update.count;
-  FOREBAY_RETURN_IF_ERROR(check_moments(function, a.moments, count));
+  FOREBAY_RETURN_IF_ERROR(check_moments(function, a.moments, count, has_second_moment(a.update.optimizer)));
   FOREBAY_RETURN_IF_ERROR(check_rounding(function, count, a.rounding));
   // These are not read, so any memory will do.
   AdamWArguments checked = a.update;
   checked.m = checked.v = a.update.master;
   FOREBAY_RETURN_IF_ERROR(check_arguments(checked).with_context(function));
+  if (a.update.optimizer != Optimizer::kAdamW) {
+    if (a.moments.format != MomentFormat::kFloat32) {
+      return invalid(function, count,
+                     std::string("format is ") + moment_format_name(a.moments.format) + " and optimizer " +
+                         optimizer_name(a.update.optimizer) +
+                         "; narrow m and v are for adamw, pass kFloat32");
+    }
+    AdamWArguments whole = a.update;
+    whole.m = static_cast<float*>(a.moments.m);
+    whole.v = static_cast<float*>(a.moments.v);
+    runner.run(count, kBlockCount, [&](std::size_t begin, std::size_t end) {
+      host_kernels::simd_kernels().adamw(whole, begin, end);
+    });
+    return Status();
+  }
   const MomentKernels& kernels = host_kernels::simd_moment_kernels();
   const Rounding rounding = rounding_of(a.rounding, a.step);
   runner.run(count, kBlockCount,

@@ -33,6 +33,25 @@ inline definitions::AdamWConstants constants_of(const AdamWArguments& a) noexcep
   return definitions::adamw_constants(a, a.factor, a.c1, a.s2);
 }
 
+// Calls `body` with the optimizer as a compile-time constant: `body.template operator()<optimizer>()`.
+template <typename Body>
+void with_optimizer(Optimizer optimizer, Body&& body) {
+  switch (optimizer) {
+    case Optimizer::kAdamW:
+      body.template operator()<Optimizer::kAdamW>();
+      break;
+    case Optimizer::kAdam:
+      body.template operator()<Optimizer::kAdam>();
+      break;
+    case Optimizer::kSgd:
+      body.template operator()<Optimizer::kSgd>();
+      break;
+    case Optimizer::kLion:
+      body.template operator()<Optimizer::kLion>();
+      break;
+  }
+}
+
 // Whether the SIMD bodies' way of dividing by s2 gives the definition's bits; elsewhere they call the
 // definition. All of a beta2 from 0 to 1 - 2^-40 is in the range, and a negative zero of eps is not, which
 // the sign of a zero v would reach.

@@ -85,11 +85,12 @@ void adamw(const AdamWArguments& a, std::size_t begin, std::size_t end) {
       const auto* gradient = static_cast<const Storage<gradient_type>*>(a.gradient);
       auto* parameter = static_cast<Storage<parameter_type>*>(a.parameter);
       for (std::size_t i = begin; i < end; ++i) {
-        const definitions::AdamWElement updated = definitions::adamw_element(
-            constants, Element<gradient_type>::load(gradient[i]), a.master[i], a.m[i], a.v[i]);
+        const definitions::AdamWElement updated =
+            definitions::update_element(a.optimizer, constants, Element<gradient_type>::load(gradient[i]),
+                                        a.master[i], a.m[i], a.v != nullptr ? a.v[i] : 0.0f);
         a.master[i] = updated.p;
         a.m[i] = updated.m;
-        a.v[i] = updated.v;
+        if (a.v != nullptr) a.v[i] = updated.v;
         if (parameter != nullptr) parameter[i] = Element<parameter_type>::round(updated.p);
       }
     });

@@ -198,8 +198,8 @@ void norm_leaves(const NormArguments& a, std::size_t begin, std::size_t end) {
 
 // --- adamw ---
 
-template <DataType gradient_type, DataType parameter_type, bool has_parameter>
-void adamw_vectors(const AdamWArguments& a, std::size_t begin, std::size_t end) {
+template <Optimizer optimizer, DataType gradient_type, DataType parameter_type, bool has_parameter>
+void update_vectors(const AdamWArguments& a, std::size_t begin, std::size_t end) {
   const FloatTag d;
   const AdamWVectors c(constants_of(a));
   const auto* gradient = static_cast<const Storage<gradient_type>*>(a.gradient);
@@ -208,14 +208,23 @@ void adamw_vectors(const AdamWArguments& a, std::size_t begin, std::size_t end) 
     hwy::Prefetch(gradient + i + kPrefetchCount);
     hwy::Prefetch(a.master + i + kPrefetchCount);
     hwy::Prefetch(a.m + i + kPrefetchCount);
-    hwy::Prefetch(a.v + i + kPrefetchCount);
     auto p = hn::LoadU(d, a.master + i);
     auto m = hn::LoadU(d, a.m + i);
-    auto v = hn::LoadU(d, a.v + i);
-    adamw_vector(c, VectorElement<gradient_type>::load(d, gradient + i), p, m, v);
+    const auto g = VectorElement<gradient_type>::load(d, gradient + i);
+    if constexpr (has_second_moment(optimizer)) {
+      hwy::Prefetch(a.v + i + kPrefetchCount);
+      auto v = hn::LoadU(d, a.v + i);
+      if constexpr (optimizer == Optimizer::kAdamW) {
+        adamw_vector(c, g, p, m, v);
+      } else {
+        adam_vector(c, g, p, m, v);
+      }
+      round_canonical<DataType::kFloat32>(d, v, a.v + i);
+    } else {
+      first_moment_vector<optimizer>(c, g, p, m);
+    }
     round_canonical<DataType::kFloat32>(d, p, a.master + i);
     round_canonical<DataType::kFloat32>(d, m, a.m + i);
-    round_canonical<DataType::kFloat32>(d, v, a.v + i);
     if constexpr (has_parameter) round_canonical<parameter_type>(d, p, parameter + i);
   }
 }
@@ -223,13 +232,15 @@ void adamw_vectors(const AdamWArguments& a, std::size_t begin, std::size_t end) 
 void adamw(const AdamWArguments& a, std::size_t begin, std::size_t end) {
   if (!has_simd_update(a)) return scalar_kernels().adamw(a, begin, end);
   const std::size_t middle = vector_end(begin, end);
-  with_type(a.gradient_type, [&]<DataType gradient_type>() {
-    if (a.parameter == nullptr) {
-      adamw_vectors<gradient_type, DataType::kFloat32, false>(a, begin, middle);
-      return;
-    }
-    with_type(a.parameter_type, [&]<DataType parameter_type>() {
-      adamw_vectors<gradient_type, parameter_type, true>(a, begin, middle);
+  with_optimizer(a.optimizer, [&]<Optimizer optimizer>() {
+    with_type(a.gradient_type, [&]<DataType gradient_type>() {
+      if (a.parameter == nullptr) {
+        update_vectors<optimizer, gradient_type, DataType::kFloat32, false>(a, begin, middle);
+        return;
+      }
+      with_type(a.parameter_type, [&]<DataType parameter_type>() {
+        update_vectors<optimizer, gradient_type, parameter_type, true>(a, begin, middle);
+      });
     });
   });
   scalar_kernels().adamw(a, middle, end);

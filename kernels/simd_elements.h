@@ -206,6 +206,42 @@ HWY_INLINE void adamw_vector(const AdamWVectors& c, FloatVector gradient, FloatV
   }
 }
 
+// definitions::update_element() without v, for an optimizer that has none. A NaN may be in one of the two.
+template <Optimizer optimizer>
+HWY_INLINE void first_moment_vector(const AdamWVectors& c, FloatVector gradient, FloatVector& p,
+                                    FloatVector& m) {
+  const FloatTag d;
+  auto g = hn::Mul(gradient, c.factor);
+  if constexpr (optimizer == Optimizer::kSgd) {
+    g = hn::MulAdd(c.decay, p, g);
+    m = hn::MulAdd(c.beta1, m, g);
+    p = hn::MulAdd(c.step, m, p);
+  } else {
+    const auto u = hn::MulAdd(c.beta1, m, hn::Mul(c.a1, g));
+    const auto zero = hn::Zero(d), one = hn::Set(d, 1.0f);
+    const auto sign =
+        hn::Sub(hn::IfThenElseZero(hn::Gt(u, zero), one), hn::IfThenElseZero(hn::Lt(u, zero), one));
+    p = hn::MulAdd(c.decay, p, p);
+    p = hn::MulAdd(c.step, sign, p);
+    m = hn::MulAdd(c.beta2, m, hn::Mul(c.a2, g));
+  }
+  p = canonical_vector(d, p);
+  m = canonical_vector(d, m);
+}
+
+// kAdam, where has_simd_update().
+HWY_INLINE void adam_vector(const AdamWVectors& c, FloatVector gradient, FloatVector& p, FloatVector& m,
+                            FloatVector& v) {
+  const FloatTag d;
+  const auto g = hn::MulAdd(c.decay, p, hn::Mul(gradient, c.factor));
+  m = hn::MulAdd(c.beta1, m, hn::Mul(c.a1, g));
+  v = hn::MulAdd(c.beta2, v, hn::Mul(c.a2, hn::Mul(g, g)));
+  p = hn::MulAdd(c.step, hn::Div(m, hn::Add(divide_by_s2(c, hn::Sqrt(v)), c.eps)), p);
+  p = canonical_vector(d, p);
+  m = canonical_vector(d, m);
+  v = canonical_vector(d, v);
+}
+
 }  // namespace HWY_NAMESPACE
 }  // namespace forebay::host_kernels
 HWY_AFTER_NAMESPACE();

@@ -179,6 +179,7 @@ class CudaKernels final : public Kernels {
       FOREBAY_RETURN_IF_ERROR(find("fill" + name, fill_[i]));
       FOREBAY_RETURN_IF_ERROR(find("norm_leaves" + name, norm_leaves_[i]));
       FOREBAY_RETURN_IF_ERROR(find("adamw" + name, adamw_[i][kTypeCount]));
+      FOREBAY_RETURN_IF_ERROR(find("update" + name, update_[i][kTypeCount]));
       for (const DataType target : kTypes) {
         const int j = index_of(target);
         const std::string names = name + "_" + data_type_name(target);
@@ -186,6 +187,7 @@ class CudaKernels final : public Kernels {
         if (i == j || target == DataType::kFloat32)
           FOREBAY_RETURN_IF_ERROR(find("scale" + names, scale_[i][j]));
         FOREBAY_RETURN_IF_ERROR(find("adamw" + names, adamw_[i][j]));
+        FOREBAY_RETURN_IF_ERROR(find("update" + names, update_[i][j]));
       }
     }
     FOREBAY_RETURN_IF_ERROR(find("norm_tree", norm_tree_));
@@ -199,7 +201,7 @@ class CudaKernels final : public Kernels {
     const std::size_t bytes = element_bytes(u.gradient_type);
     const Operand gradient = {u.gradient, bytes}, p = {u.master, 4}, m = {u.m, 4}, v = {u.v, 4};
     const std::size_t granule = kAccessBytes / sizeof(float);
-    Kernel* const row = adamw_[index_of(u.gradient_type)];
+    Kernel* const row = (u.optimizer == Optimizer::kAdamW ? adamw_ : update_)[index_of(u.gradient_type)];
     if (u.parameter == nullptr) {
       return elements(row[kTypeCount], a, u.count, granule, {gradient, p, m, v}, stream);
     }
@@ -232,10 +234,11 @@ class CudaKernels final : public Kernels {
   std::size_t processor_count_;
   std::string description_;
   Module module_;
-  // By type; cast and scale by source or rounding type and target; AdamW by gradient and parameter, the last
-  // column for none.
+  // By type; cast and scale by source or rounding type and target; updates by gradient and parameter, the
+  // last column for none.
   Kernel cast_[kTypeCount][kTypeCount], accumulate_[kTypeCount], scale_[kTypeCount][kTypeCount];
   Kernel add_[kTypeCount], fill_[kTypeCount], norm_leaves_[kTypeCount], adamw_[kTypeCount][kTypeCount + 1];
+  Kernel update_[kTypeCount][kTypeCount + 1];  // The other optimizers.
   Kernel norm_tree_, step_control_;
 };
 

@@ -275,6 +275,62 @@ struct AdamW {
   definitions::AdamWConstants constants;
 };
 
+// The update of any other optimizer. The rule is the same for all threads, and the kernel waits for memory.
+template <DataType gradient_type, DataType parameter_type, bool has_parameter>
+struct Update {
+  using Arguments = ControlledAdamWArguments;
+  static constexpr int kGranule = kGranuleOf<DataType::kFloat32>;
+  static constexpr int kUnroll = 1;
+  struct Loaded {
+    Granule<gradient_type, kGranule> gradient;
+    Granule<DataType::kFloat32, kGranule> p, m, v;
+  };
+
+  FOREBAY_KERNEL explicit Update(const ControlledAdamWArguments& a)
+      : adamw(a), optimizer(a.update.optimizer) {
+    count = adamw.count;
+  }
+  FOREBAY_KERNEL bool runs() const { return adamw.applied; }
+  FOREBAY_KERNEL bool has_v() const { return has_second_moment(optimizer); }
+  FOREBAY_KERNEL void load(std::size_t i, Loaded& loaded) const {
+    loaded.gradient.load(adamw.gradient + i);
+    loaded.p.load(adamw.master + i);
+    loaded.m.load(adamw.m + i);
+    if (has_v()) loaded.v.load(adamw.v + i);
+  }
+  FOREBAY_KERNEL void finish(std::size_t i, const Loaded& loaded) const {
+    Granule<DataType::kFloat32, kGranule> new_p, new_m, new_v;
+    Granule<parameter_type, kGranule> rounded;
+    FOREBAY_UNROLL
+    for (int j = 0; j < kGranule; ++j) {
+      const definitions::AdamWElement updated =
+          definitions::update_element(optimizer, adamw.constants, loaded.gradient.value(j), loaded.p.raw(j),
+                                      loaded.m.raw(j), has_v() ? loaded.v.raw(j) : 0.0f);
+      new_p.set_raw(j, updated.p);
+      new_m.set_raw(j, updated.m);
+      new_v.set_raw(j, updated.v);
+      if constexpr (has_parameter) rounded.set(j, updated.p);
+    }
+    new_p.store(adamw.master + i);
+    new_m.store(adamw.m + i);
+    if (has_v()) new_v.store(adamw.v + i);
+    if constexpr (has_parameter) rounded.store(adamw.parameter + i);
+  }
+  FOREBAY_KERNEL void element(std::size_t i) const {
+    const definitions::AdamWElement updated = definitions::update_element(
+        optimizer, adamw.constants, definitions::Element<gradient_type>::load(adamw.gradient[i]),
+        adamw.master[i], adamw.m[i], has_v() ? adamw.v[i] : 0.0f);
+    adamw.master[i] = updated.p;
+    adamw.m[i] = updated.m;
+    if (has_v()) adamw.v[i] = updated.v;
+    if constexpr (has_parameter) adamw.parameter[i] = definitions::Element<parameter_type>::round(updated.p);
+  }
+
+  AdamW<gradient_type, parameter_type, has_parameter> adamw;
+  Optimizer optimizer;
+  std::size_t count = 0;
+};
+
 // The work of one thread of an element-wise kernel. Neighbouring threads take neighbouring granules; a
 // thread's granules lie a block apart, and blocks stride over the grid.
 template <typename Kernel, typename Context>

@@ -152,7 +152,7 @@ Engine::Impl::UpdateTimes Engine::Impl::measure_update(std::uint64_t count) {
     adamw.count = count;
     adamw.master = reinterpret_cast<float*>(base);
     adamw.m = reinterpret_cast<float*>(base + state_bytes);
-    adamw.v = reinterpret_cast<float*>(base + 2 * state_bytes);
+    if (has_second_moment(options.optimizer)) adamw.v = reinterpret_cast<float*>(base + 2 * state_bytes);
     adamw.gradient = base + 3 * state_bytes;
     return adamw;
   };

@@ -395,7 +395,7 @@ void Engine::Impl::make_parts(Unit& u) {
       const std::uint64_t bytes = last ? range.range_bytes - offset : plan.piece_count * size;
       part.fields[part.field_count++] = {range.range, offset, bytes, read, true};
     };
-    for (const OffloadedRange& state : u.states) add(state, sizeof(float), true);
+    for (int f = 0; f < state_fields(); ++f) add(u.states[static_cast<std::size_t>(f)], sizeof(float), true);
     if (writes_parameters) add(u.trainable_slice, element(), false);
   }
   u.part_count = pass_parts.size() - u.first_part;

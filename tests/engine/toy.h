@@ -601,9 +601,27 @@ inline ToyResult reference_toy(const ToyOptions& options) {
       const auto s2 = static_cast<float>(std::sqrt(1.0 - std::pow(wide_beta2, t)));
       const auto eps = static_cast<float>(group.epsilon.value_or(options.engine.epsilon));
       for (std::uint64_t i = 0; i < p.shape.count; ++i) {
-        const float g = sums[q][i] * factor;
+        float g = sums[q][i] * factor;
         float w = p.master[i];
-        w = std::fma(-(lr * decay), w, w);
+        const Optimizer optimizer = options.engine.optimizer;
+        if (optimizer == Optimizer::kSgd) {
+          g = std::fma(decay, w, g);
+          p.m[i] = std::fma(beta1, p.m[i], g);
+          p.master[i] = std::fma(-lr, p.m[i], w);
+          continue;
+        }
+        if (optimizer == Optimizer::kLion) {
+          const float u = std::fma(beta1, p.m[i], a1 * g);
+          w = std::fma(-(lr * decay), w, w);
+          p.master[i] = std::fma(-lr, u > 0.0f ? 1.0f : u < 0.0f ? -1.0f : 0.0f, w);
+          p.m[i] = std::fma(beta2, p.m[i], a2 * g);
+          continue;
+        }
+        if (optimizer == Optimizer::kAdam) {
+          g = std::fma(decay, w, g);
+        } else {
+          w = std::fma(-(lr * decay), w, w);
+        }
         p.m[i] = std::fma(beta1, p.m[i], a1 * g);
         p.v[i] = std::fma(beta2, p.v[i], a2 * (g * g));
         w = std::fma(-(lr / c1), p.m[i] / (std::sqrt(p.v[i]) / s2 + eps), w);

@@ -245,10 +245,13 @@ TEST_F(HostKernels, NormLeavesGiveTheDefinitionsBits) {
   });
 }
 
-TEST_F(HostKernels, AdamWGivesTheDefinitionsBits) {
+TEST_F(HostKernels, UpdatesGiveTheDefinitionsBits) {
   for_each_target([&](const RangeKernels& kernels) {
     for (const DataType gradient_type : kTypes) {
-      for (int parameter = 0; parameter < 4; ++parameter) {
+      for (int column = 0; column < 4 * kOptimizerCount; ++column) {
+        const int parameter = column % 4;
+        const auto optimizer = static_cast<Optimizer>(column / 4);
+        SCOPED_TRACE(optimizer_name(optimizer));
         const DataType parameter_type = kTypes[parameter % 3];
         for (const Span& span : spans(random_)) {
           Array gradient(gradient_type, span.count, span.offset);
@@ -270,10 +273,11 @@ TEST_F(HostKernels, AdamWGivesTheDefinitionsBits) {
           arguments.beta2 = 0.999f;
           arguments.eps = 1e-8f, arguments.a1 = 0.1f, arguments.a2 = 0.001f, arguments.c1 = 0.271f;
           arguments.s2 = 0.0547f;
+          arguments.optimizer = optimizer;
           const bool has_parameter = parameter < 3;
           const auto with = [&](Array* state, Array& target) {
             arguments.master = state[0].floats(), arguments.m = state[1].floats(),
-            arguments.v = state[2].floats();
+            arguments.v = has_second_moment(optimizer) ? state[2].floats() : nullptr;
             arguments.parameter = has_parameter ? target.data() : nullptr;
             return arguments;
           };

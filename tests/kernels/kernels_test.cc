@@ -279,6 +279,60 @@ TEST_F(KernelsTest, AdamWFollowsADoublePrecisionReferenceOverAThousandSteps) {
   EXPECT_LT(worst, kTolerance);
 }
 
+// The other rules in double, as PyTorch's documents and the paper of Lion write them.
+TEST_F(KernelsTest, OptimizersFollowADoublePrecisionReferenceOverFiftySteps) {
+  const std::unique_ptr<Kernels> kernels = create(2);
+  constexpr std::size_t kCount = 515;
+  constexpr double kTolerance = 1e-5;
+  constexpr double kDecay = 0.1;
+  for (const Optimizer optimizer : {Optimizer::kAdam, Optimizer::kSgd, Optimizer::kLion}) {
+    const double lr = optimizer == Optimizer::kSgd ? 1e-2 : 1e-3;
+    Array gradient(DataType::kFloat32, kCount, 0), master = gradient, m = gradient, v = gradient;
+    std::vector<double> p64(kCount), m64(kCount), v64(kCount);
+    for (std::size_t i = 0; i < kCount; ++i) {
+      const float start = std::normal_distribution<float>()(random_);
+      master.set(i, float_bits(start));
+      m.set(i, 0), v.set(i, 0);
+      p64[i] = start;
+    }
+    for (int step = 1; step <= 50; ++step) {
+      for (std::size_t i = 0; i < kCount; ++i) {
+        const float drawn = std::normal_distribution<float>(0.1f, 1.0f)(random_);
+        gradient.set(i, float_bits(drawn));
+        double g = drawn;
+        if (optimizer == Optimizer::kLion) {
+          const double u = 0.9 * m64[i] + (1.0 - 0.9) * g;
+          p64[i] -= lr * kDecay * p64[i];
+          p64[i] -= lr * (u > 0 ? 1.0 : u < 0 ? -1.0 : 0.0);
+          m64[i] = 0.999 * m64[i] + (1.0 - 0.999) * g;
+          continue;
+        }
+        g += kDecay * p64[i];
+        if (optimizer == Optimizer::kSgd) {
+          m64[i] = 0.9 * m64[i] + g;
+          p64[i] -= lr * m64[i];
+          continue;
+        }
+        m64[i] = 0.9 * m64[i] + (1.0 - 0.9) * g;
+        v64[i] = 0.999 * v64[i] + (1.0 - 0.999) * g * g;
+        const double m_hat = m64[i] / (1.0 - std::pow(0.9, step));
+        const double v_hat = v64[i] / (1.0 - std::pow(0.999, step));
+        p64[i] -= lr * m_hat / (std::sqrt(v_hat) + 1e-8);
+      }
+      AdamWArguments a = adamw_at_step(step, lr, kDecay);
+      a.optimizer = optimizer;
+      a.gradient = gradient.data(), a.master = master.floats(), a.m = m.floats();
+      a.v = has_second_moment(optimizer) ? v.floats() : nullptr;
+      a.count = kCount;
+      finish(kernels->adamw(a, stream_));
+    }
+    double worst = 0.0;
+    for (std::size_t i = 0; i < kCount; ++i) worst = std::max(worst, std::fabs(master.value(i) - p64[i]));
+    std::printf("%s: largest difference after 50 steps: %.3g\n", optimizer_name(optimizer), worst);
+    EXPECT_LT(worst, kTolerance) << optimizer_name(optimizer);
+  }
+}
+
 #if defined(__x86_64__)
 TEST_F(KernelsTest, FlushToZeroInTheCreatingThreadChangesNothing) {
   const unsigned saved = _mm_getcsr();

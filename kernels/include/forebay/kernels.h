@@ -15,6 +15,7 @@
 
 #include "forebay/backend.h"
 #include "forebay/data_type.h"
+#include "forebay/optimizer.h"
 
 namespace forebay {
 
@@ -77,20 +78,13 @@ struct NormArguments {
   DataType type;
 };
 
-// One AdamW update of `count` elements. In this order and no other, all fp32:
-//   g = float(gradient) * factor
-//   p = fma(-(lr * weight_decay), p, p)
-//   m = fma(beta1, m, a1 * g)
-//   v = fma(beta2, v, a2 * (g * g))
-//   p = fma(-(lr / c1), m / (sqrt(v) / s2 + eps), p)
-// and `parameter`, unless null, gets p rounded to parameter_type.
-// Source: Loshchilov and Hutter, arXiv 1711.05101 (AdamW), with bias corrections c1 and s2 given by the
-// caller.
+// One update of `count` elements by the rule of `optimizer` (optimizer.h). `parameter`, unless null, gets p
+// rounded to parameter_type.
 struct AdamWArguments {
   const void* gradient;
   float* master;
   float* m;
-  float* v;
+  float* v;         // Null for an optimizer without a second moment.
   void* parameter;  // Null when the master is the parameter (fp32).
   std::size_t count;
   DataType gradient_type;
@@ -101,6 +95,7 @@ struct AdamWArguments {
   float a2;  // 1 - beta2, from double
   float c1;  // 1 - beta1^t, from double
   float s2;  // sqrt(1 - beta2^t), from double
+  Optimizer optimizer = Optimizer::kAdamW;
 };
 
 // Every element = `value`, rounded to `type`.

@@ -353,6 +353,7 @@ std::string plan_json(const PlanReport& report, const PlanBudget& budget,
     if (row.report_key != nullptr) json[row.report_key] = Json::parse(option_json(options, row));
   }
   if (options.save_async) json["host_bytes_per_rank"]["saving"] = report.host.saving;
+  if (options.optimizer != Optimizer::kAdamW) json["optimizer"] = optimizer_name(options.optimizer);
   if (!activations.empty())
     json["activations"] = activation_json(activations[static_cast<std::size_t>(report.part.pipeline_stage)]);
   if (!report.pipeline.empty()) json["pipeline"] = pipeline_json(report, activations);

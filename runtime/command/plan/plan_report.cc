@@ -68,8 +68,14 @@ bool has_shard_accumulator(const PlanOptions& options) {
   return options.micro_steps > 1 && options.accumulate == Accumulate::kShard;
 }
 
+// Master and moments.
+std::uint64_t state_width(const PlanOptions& options) {
+  return has_second_moment(options.optimizer) ? 12 : 8;
+}
+
 std::uint64_t optimizer_width(const PlanOptions& options) {
-  return options.dtype == DataType::kFloat32 ? 8 : 12;  // m and v, and a 2-byte type's fp32 master.
+  return state_width(options) -
+         (options.dtype == DataType::kFloat32 ? 4 : 0);  // There the parameter is the master.
 }
 
 // How often every parameter's element crosses the wire in a step.
@@ -88,8 +94,10 @@ std::string below_device_formula(const PlanOptions& options) {
   const std::uint64_t parameters =
       options.offload == Offload::kOptimizerAndParameters && options.dtype != DataType::kFloat32 ? element
                                                                                                  : 0;
-  if (options.tier == Tier::kPinned) return "pinned " + times(12 + element + parameters, what);
-  return "pinned " + times(element, what) + " and staging; files " + times(12 + parameters, what);
+  if (options.tier == Tier::kPinned)
+    return "pinned " + times(state_width(options) + element + parameters, what);
+  return "pinned " + times(element, what) + " and staging; files " +
+         times(state_width(options) + parameters, what);
 }
 
 // "2Psi + 14Psi/N", in bytes: states that every rank keeps whole, and states of which it keeps a shard.
@@ -358,6 +366,12 @@ Status check_request(const PlanRequest& request) {
     return Status(StatusCode::kUnsupported, std::string("preset ") + preset_name(request.preset) +
                                                 " with --offload " + offload_name(options.offload) +
                                                 ": its formulas have nothing offloaded; use preset forebay");
+  }
+  if (!has_second_moment(options.optimizer) && request.preset != Preset::kForebay &&
+      request.preset != Preset::kPaper) {
+    return Status(StatusCode::kUnsupported, std::string("preset ") + preset_name(request.preset) +
+                                                " with --optimizer " + optimizer_name(options.optimizer) +
+                                                ": its formulas are for Adam; use preset forebay or paper");
   }
   if (options.in_groups() && request.preset != Preset::kForebay) {
     return Status(StatusCode::kUnsupported,

@@ -217,6 +217,7 @@ RunReport read_run(const std::string& path, const Entry& json) {
   run.first_step = json.small_number("first_step", 0);
   run.micro_steps = json.small_number("micro_steps", 1);
   run.accumulate = json.text("accumulate", "shard");
+  run.optimizer = json.text("optimizer", "adamw");
   run.offload = json.text("offload", "none");
   run.tier = json.text("offload_tier", "cpu");
   run.offloaded_parameters = json.count("offloaded_parameters", run.offload == "none" ? 0 : run.parameters);
@@ -388,6 +389,7 @@ std::string setup_difference(const RunReport& a, const RunReport& b) {
   compare("steps", a.steps, b.steps);
   compare("micro_steps", a.micro_steps, b.micro_steps);
   compare("accumulate", a.accumulate, b.accumulate);
+  compare("optimizer", a.optimizer, b.optimizer);
   for (const auto& [name, value] : a.training) {
     const auto other = std::find_if(b.training.begin(), b.training.end(),
                                     [&name = name](const auto& entry) { return entry.first == name; });
@@ -453,8 +455,8 @@ double model_state_formula_bytes(const RunReport& run) {
   const double here_shard = here / shards(run);
   const bool shard_accumulator = run.micro_steps > 1 && run.accumulate == "shard";
   const double element = run.dtype == "fp32" ? 4 : 2;
-  const double optimizer =
-      run.dtype == "fp32" ? 8 : 12;  // m and v; master too when it is not the parameter itself.
+  const double moments = run.optimizer == "sgd" || run.optimizer == "lion" ? 4 : 8;
+  const double optimizer = moments + (run.dtype == "fp32" ? 0 : 4);  // In fp32 the parameter is the master.
   const bool parameters_leave = run.offload == "optimizer+parameters";
   const double parameters = element * (run.stage < 3 ? psi : parameters_leave ? here_shard : shard);
   double gradients = element * (run.stage >= 2 ? here_shard : psi);

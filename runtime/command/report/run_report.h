@@ -38,6 +38,7 @@ struct RunReport {
   int first_step = 0;  // Steps done before this run: 0 unless it was resumed.
   int micro_steps = 1;
   std::string accumulate = "shard";
+  std::string optimizer = "adamw";
   std::string offload = "none";
   std::string tier = "cpu";
   std::uint64_t offloaded_parameters = 0;         // Parameters of the offloaded units.

@@ -42,7 +42,7 @@ std::uint64_t norm_scratch_bytes(const ModelShape& model, const Plan& plan) {
 std::uint64_t saved_bytes(const Plan& plan) {
   std::uint64_t bytes = 0;
   for (const UnitLayout& layout : plan.layouts) {
-    bytes += kSavedFieldCount * sizeof(float) * layout.trainable_slice(plan.options.ranks) +
+    bytes += state_bytes(plan.options.optimizer) * layout.trainable_slice(plan.options.ranks) +
              element_bytes(plan.options.dtype) * layout.frozen_slice(plan.options.ranks);
   }
   return bytes;
@@ -124,7 +124,8 @@ class Placer {
 
   void place_file_buffers() {
     add(Role::kPassBuffers, Pool::kStaging,
-        kPassBuffers * pass_buffer_bytes(plan_.piece_count, options_.dtype, plan_.offloads_parameters()));
+        kPassBuffers * pass_buffer_bytes(plan_.piece_count, options_.dtype, options_.optimizer,
+                                         plan_.offloads_parameters()));
     if (plan_.offloads_parameters())
       add(Role::kMoverBuffers, Pool::kStaging, kMoverBuffers * plan_.piece_count * sizeof(float));
   }
@@ -157,7 +158,7 @@ class Placer {
     const std::uint64_t bytes = plan_.updated_count(unit) * sizeof(float);
     if (has_master() || offloaded) add(Role::kMaster, pool, bytes, unit);
     add(Role::kM, pool, bytes, unit);
-    add(Role::kV, pool, bytes, unit);
+    if (has_second_moment(options_.optimizer)) add(Role::kV, pool, bytes, unit);
   }
 
   void place_host_gradients(int unit) {

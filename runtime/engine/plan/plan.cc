@@ -362,7 +362,8 @@ std::uint64_t piece_count(const Plan& plan) {
   if (options.tier != Tier::kFile) return 0;
   const std::uint64_t mover_bytes = plan.offloads_parameters() ? kMoverBuffers * sizeof(float) : 0;
   const std::uint64_t limit =
-      options.staging_bytes / (kPassBuffers * (12 + element_bytes(options.dtype)) + mover_bytes);
+      options.staging_bytes /
+      (kPassBuffers * (state_bytes(options.optimizer) + element_bytes(options.dtype)) + mover_bytes);
   const std::uint64_t largest = elements_from(plan, plan.device_units).largest_updated;
   return std::min(std::max(limit / kPieceGranule * kPieceGranule, kPieceGranule),
                   round_up(largest, kPieceGranule));

@@ -28,6 +28,8 @@ constexpr const char* kOrders[] = {"strict", "recorded"};
 constexpr const char* kWithin[] = {"all", "group"};
 constexpr const char* kOffloads[] = {"none", "optimizer", "optimizer+parameters"};
 constexpr const char* kTiers[] = {"cpu", "nvme"};
+constexpr const char* kOptimizers[] = {optimizer_name(Optimizer::kAdamW), optimizer_name(Optimizer::kAdam),
+                                       optimizer_name(Optimizer::kSgd), optimizer_name(Optimizer::kLion)};
 constexpr const char* kSwitch[] = {"off", "on"};
 
 template <typename Number>
@@ -247,6 +249,15 @@ constexpr OptionRow kTable[] = {
      .programs = kNoProgram,
      .member = &ShardingOptions::spillable,
      .words = kSwitch},
+    {.name = "optimizer",
+     .heading = kSharding,
+     .help = "adamw; adam, with weight decay as an L2 term; sgd, with momentum beta1; lion. sgd and lion "
+             "keep no v",
+     .programs = kTraining,
+     .member = &ShardingOptions::optimizer,
+     .words = kOptimizers,
+     .agreed = true,
+     .in_fingerprint = true},
     {.name = "save-async",
      .heading = kSharding,
      .help = "Training goes on while a state is saved: pinned host memory takes a copy of it, which a thread "

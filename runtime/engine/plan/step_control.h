@@ -35,15 +35,21 @@ inline constexpr std::uint64_t kMoverBuffers = 4;
 // A piece has a multiple of this many elements, so that it is whole granules of the store in every type.
 inline constexpr std::uint64_t kPieceGranule = 32768;
 inline constexpr std::uint64_t kStagingBytesMin = 8u << 20;
-// Saved values of each trainable element: master, m and v.
-inline constexpr std::uint64_t kSavedFieldCount = 3;
+// The fp32 states of each element: master, m and, where the optimizer has it, v.
+inline constexpr std::uint64_t state_field_count(Optimizer optimizer) {
+  return has_second_moment(optimizer) ? 3 : 2;
+}
+inline constexpr std::uint64_t state_bytes(Optimizer optimizer) {
+  return state_field_count(optimizer) * sizeof(float);
+}
 // A range of the store has whole pages, which are the granules of a file store unless others are asked for.
 inline constexpr std::uint64_t kPageBytes = 4096;
 
-// One buffer of the pass: master, m and v in fp32, and the parameters where they are in files, too.
+// One buffer of the pass: the states in fp32, and the parameters where they are in files, too.
 inline constexpr std::uint64_t pass_buffer_bytes(std::uint64_t piece_count, DataType dtype,
-                                                 bool offloads_parameters) {
-  return piece_count * (12 + (offloads_parameters && dtype != DataType::kFloat32 ? element_bytes(dtype) : 0));
+                                                 Optimizer optimizer, bool offloads_parameters) {
+  return piece_count * (state_bytes(optimizer) +
+                        (offloads_parameters && dtype != DataType::kFloat32 ? element_bytes(dtype) : 0));
 }
 
 // Doubles that a rank sends in step() beside a flag for each unit that it used: its metric, its wish to stop,

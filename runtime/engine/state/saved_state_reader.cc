@@ -85,6 +85,7 @@ struct SavedStateReader::Impl {
       facts.ranks = small_number(manifest, "ranks");
       facts.stage = small_number(manifest, "stage");
       manifest.at("dtype").get_to(facts.dtype);
+      facts.optimizer = manifest.value("optimizer", facts.optimizer);
       manifest.at("trainer_state").get_to(facts.trainer_state);
       for (const Json& file : manifest.at("files"))
         facts.files.push_back({file.at("name").get<std::string>(), whole_number(file, "bytes")});
@@ -113,8 +114,12 @@ struct SavedStateReader::Impl {
   }
 
   SavedParameter& add(const std::string& name, std::uint64_t count) {
-    return facts.parameters.emplace_back(
-        SavedParameter{name, count, {count}, false, !state.has(name, field_name(SavedField::kM))});
+    return facts.parameters.emplace_back(SavedParameter{name,
+                                                        count,
+                                                        {count},
+                                                        false,
+                                                        !state.has(name, field_name(SavedField::kM)),
+                                                        state.has(name, field_name(SavedField::kV))});
   }
 
   void read_parameter(const Json& entry) {
@@ -169,6 +174,7 @@ void SavedStateReader::verify(const std::function<void(std::uint64_t, std::uint6
   for (const SavedParameter& parameter : impl_->facts.parameters) {
     for (const SavedField field : {SavedField::kMaster, SavedField::kM, SavedField::kV}) {
       if (parameter.frozen && field != SavedField::kMaster) continue;
+      if (!parameter.has_v && field == SavedField::kV) continue;
       read(parameter, field, [&](Span<const float> piece) {
         done += piece.size() * sizeof(float);
         progress(done, all);

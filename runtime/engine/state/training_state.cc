@@ -64,6 +64,18 @@ void check_same_model(const ModelShape& model, const SavedState& saved) {
   }
 }
 
+// The manifests of AdamW's states name no optimizer.
+void check_same_optimizer(Optimizer optimizer, const SavedState& saved) {
+  const Json& manifest = saved.manifest();
+  const std::string name = manifest.value("optimizer", optimizer_name(Optimizer::kAdamW));
+  if (name == optimizer_name(optimizer)) return;
+  throw Error(StatusCode::kInvalidArgument,
+              "the saved state " + saved.path() + " is of the optimizer " + shown_value(name) +
+                  ", and this run has " + optimizer_name(optimizer) +
+                  ", whose moments mean something else; give the same optimizer, or "
+                  "start from the weights alone (forebay state export)");
+}
+
 }  // namespace
 
 // Runs `work`. An operating error is returned, for the ranks to agree on; it is thrown if the engine has
@@ -178,7 +190,7 @@ std::vector<Engine::Impl::SavedPart> Engine::Impl::saved_parts() const {
   std::vector<SavedPart> parts;
   for (int index = 0; index < unit_count(); ++index) {
     const std::uint64_t slice = layout(index).trainable_slice(ranks());
-    for (int f = 0; f < kStateFieldCount; ++f)
+    for (int f = 0; f < state_fields(); ++f)
       parts.push_back({index, false, static_cast<StateField>(f), number * slice, slice});
     const std::uint64_t frozen = layout(index).frozen_slice(ranks());
     if (frozen > 0) parts.push_back({index, true, StateField::kMaster, number * frozen, frozen});
@@ -265,16 +277,18 @@ Json Engine::Impl::state_manifest(const std::string& trainer_state) const {
     for (const ParameterShape& parameter : unit.parameters)
       parameters.push_back({{"name", parameter.name}, {"shape", parameter.shape}});
   }
-  return {{"format", 1},
-          {"attempted_steps", attempted_steps},
-          {"applied_steps", applied_steps},
-          {"loss_scale", loss_scale},
-          {"growth_counter", growth_counter},
-          {"trainer_state", trainer_state},
-          {"ranks", ranks()},
-          {"stage", options.stage},
-          {"dtype", data_type_name(options.dtype)},
-          {"parameters", parameters}};
+  Json manifest = {{"format", 1},
+                   {"attempted_steps", attempted_steps},
+                   {"applied_steps", applied_steps},
+                   {"loss_scale", loss_scale},
+                   {"growth_counter", growth_counter},
+                   {"trainer_state", trainer_state},
+                   {"ranks", ranks()},
+                   {"stage", options.stage},
+                   {"dtype", data_type_name(options.dtype)},
+                   {"parameters", parameters}};
+  if (options.optimizer != Optimizer::kAdamW) manifest["optimizer"] = optimizer_name(options.optimizer);
+  return manifest;
 }
 
 std::string Engine::Impl::load_state(const std::string& directory, std::optional<std::uint64_t> step) {
@@ -307,6 +321,7 @@ std::string Engine::Impl::load_state(const std::string& directory, std::optional
     try {
       SavedState saved(directory, name.data());
       check_same_model(model, saved);
+      check_same_optimizer(options.optimizer, saved);
       load_values(saved);
       const Json& manifest = saved.manifest();
       attempted_steps = internal::whole_number(manifest, "attempted_steps");
@@ -331,7 +346,7 @@ void Engine::Impl::load_values(SavedState& saved) {
     const std::vector<ParameterShape>& parameters = shape(unit_index).parameters;
     const std::uint64_t begin = unit(unit_index).updated_begin;
     const std::uint64_t count = unit(unit_index).updated_count;
-    for (int f = 0; f < kStateFieldCount; ++f) {
+    for (int f = 0; f < state_fields(); ++f) {
       host.assign(count, 0.0f);
       for (const SectionPart& part : parts_of(layout(unit_index), false, begin, begin + count)) {
         saved.read(parameters[part.parameter].name, kStateFields[f], part.offset,

@@ -360,6 +360,10 @@ std::vector<float> Engine::get_moment(ParameterId parameter, Moment moment) {
                 impl.shape(parameter.unit).parameters[static_cast<std::size_t>(parameter.index)].name +
                 ", which is frozen and has neither m nor v; ask for that of a trainable parameter");
   }
+  if (moment == Moment::kSecond && !has_second_moment(impl.options.optimizer)) {
+    impl.misuse(std::string("get_moment() of v, which ") + optimizer_name(impl.options.optimizer) +
+                " has not; ask for the first moment");
+  }
   const std::vector<float> section =
       impl.unit_states(parameter.unit, moment == Moment::kFirst ? StateField::kM : StateField::kV);
   const auto begin = section.begin() + static_cast<std::ptrdiff_t>(place.offset);

@@ -32,7 +32,6 @@ namespace forebay {
 // Optimizer states, in the order of the store's ranges and of saved state.
 enum class StateField : int { kMaster, kM, kV };
 inline constexpr int kStateFieldCount = 3;
-static_assert(kStateFieldCount == kSavedFieldCount);
 
 // Bytes that pass between the store and values at once, at most.
 inline constexpr std::uint64_t kStorePieceBytes = 4u << 20;
@@ -83,7 +82,7 @@ struct StepContext {
     DevicePtr updated_gradients = nullptr;   // The updated range of g, in gradient_type.
     bool offloaded = false;                  // The optimizer states are offloaded.
     bool parameters_offloaded = false;       // The parameter shard is offloaded too.
-    // In device memory or on the host; null on the file tier.
+    // In device memory or on the host; null on the file tier. v is null for an optimizer that has none.
     float* master = nullptr;
     float* m = nullptr;
     float* v = nullptr;
@@ -163,6 +162,8 @@ struct StepContext {
 
   bool recorded() const { return options.order_of_units == OrderOfUnits::kRecorded; }
   std::uint64_t element() const { return element_bytes(options.dtype); }
+  // The optimizer has so many of kStateFieldCount.
+  int state_fields() const { return static_cast<int>(state_field_count(options.optimizer)); }
   int unit_count() const { return static_cast<int>(model.units.size()); }
   Unit& unit(int index) { return units[static_cast<std::size_t>(index)]; }
   const UnitLayout& layout(int index) const { return plan.layouts[static_cast<std::size_t>(index)]; }

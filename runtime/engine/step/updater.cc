@@ -26,6 +26,7 @@ AdamWArguments adamw_arguments(const EngineOptions& options, const GroupHyperpar
   const double beta1 = group.beta1.value_or(options.beta1);
   const double beta2 = group.beta2.value_or(options.beta2);
   AdamWArguments adamw{};
+  adamw.optimizer = options.optimizer;
   adamw.parameter_type = options.dtype;
   adamw.beta1 = fp32(beta1);
   adamw.beta2 = fp32(beta2);
@@ -151,7 +152,7 @@ void Updater::update_on_device(int index, const Hyperparameters& hyperparameters
     adamw.gradient = u.updated_gradients + segment.begin * element_bytes(u.gradient_type);
     adamw.master = u.master + segment.begin;
     adamw.m = u.m + segment.begin;
-    adamw.v = u.v + segment.begin;
+    adamw.v = u.v == nullptr ? nullptr : u.v + segment.begin;
     adamw.parameter =
         options_.dtype == DataType::kFloat32 ? nullptr : u.updated_parameters + segment.begin * element();
     adamw.count = segment.count;
@@ -229,14 +230,15 @@ void Updater::update_stored_part(const HostUpdate& update, std::size_t part_inde
   piece.count = std::min(plan_.piece_count, u.updated_count - piece.begin);
   piece.master = reinterpret_cast<float*>(field(0));
   piece.m = reinterpret_cast<float*>(field(1));
-  piece.v = reinterpret_cast<float*>(field(2));
+  if (has_second_moment(options_.optimizer)) piece.v = reinterpret_cast<float*>(field(2));
   // Parameters go up from here.
   std::byte* const ready = u.host_gradients + piece.begin * element();
   if (options_.dtype == DataType::kFloat32) {
     if (applied) update_piece(update, piece);
     if (!u.parameters_offloaded) std::memcpy(ready, piece.master, piece.count * sizeof(float));
   } else if (applied) {
-    piece.parameters = u.parameters_offloaded ? field(kStateFieldCount) : ready;
+    piece.parameters =
+        u.parameters_offloaded ? field(static_cast<std::size_t>(context_.state_fields())) : ready;
     update_piece(update, piece);
   } else if (!u.parameters_offloaded) {
     round_parameters(options_.dtype, piece.master, piece.count, ready);
@@ -276,10 +278,11 @@ void Updater::update_piece(const HostUpdate& update, const Piece& piece) {
     adamw.master = piece.master + at;
     adamw.parameter = piece.parameters == nullptr ? nullptr : piece.parameters + at * element();
     adamw.count = end - first;
+    float* const v = piece.v == nullptr ? nullptr : piece.v + at;
     if (over_gradients) {
-      update_over_gradients(adamw, piece.m + at, piece.v + at);
+      update_over_gradients(adamw, piece.m + at, v);
     } else {
-      run_adamw(adamw, piece.m + at, piece.v + at);
+      run_adamw(adamw, piece.m + at, v);
     }
   }
   keep_until(piece.begin + piece.count);
@@ -293,7 +296,7 @@ void Updater::update_over_gradients(const AdamWArguments& adamw, float* m, float
     some.master = adamw.master + done;
     some.parameter = rounded_.data();
     some.count = std::min(kRoundedCount, adamw.count - done);
-    run_adamw(some, m + done, v + done);
+    run_adamw(some, m + done, v == nullptr ? nullptr : v + done);
     std::memcpy(static_cast<std::byte*>(adamw.parameter) + done * element(), rounded_.data(),
                 some.count * element());
   }

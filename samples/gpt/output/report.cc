@@ -72,6 +72,8 @@ std::string report_json(const TrainingReport& report) {
   for (const OptionRow& row : sharding_option_table()) {
     if (row.report_key != nullptr) json[row.report_key] = Json::parse(option_json(report.sharding, row));
   }
+  if (report.sharding.optimizer != Optimizer::kAdamW)
+    json["optimizer"] = optimizer_name(report.sharding.optimizer);
   json.update({{"offloaded_parameters", report.offloaded_parameters},
                {"store", report.store},
                {"parameters", report.parameters},

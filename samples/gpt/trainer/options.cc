@@ -191,7 +191,7 @@ void add_training_options(CLI::App& app, TrainerOptions& o, Words& words) {
   training.real("--dropout", o.dropout, "0..1", 0, 1,
                 "Probability, less than 1, that an element is zeroed: after the embedding, in attention, and "
                 "after the attention and the MLP of a block");
-  training.real("--beta1", o.beta1, "0..1", 0, 1, "Decay of AdamW's first moment");
+  training.real("--beta1", o.beta1, "0..1", 0, 1, "Decay of the first moment; the momentum of sgd");
   training.real("--beta2", o.beta2, "0..1", 0, 1, "Decay of AdamW's second moment");
   training.real("--epsilon", o.epsilon, "X", kEpsilonMin, kSingleMax, "AdamW's epsilon");
   training.real("--loss-scale", o.loss_scale, "X", 1, kSingleMax, "Initial loss scale, for fp16");
@@ -527,27 +527,30 @@ std::string schedule_text(const TrainerOptions& o) {
 
 std::vector<std::pair<std::string, std::string>> training_of(const TrainerOptions& o) {
   const auto given = [](const std::string& path) { return std::string(path.empty() ? "no" : "yes"); };
-  return {{"layers", std::to_string(o.model.layers)},
-          {"hidden", std::to_string(o.model.hidden)},
-          {"heads", std::to_string(o.model.heads)},
-          {"sequence", std::to_string(o.model.sequence)},
-          {"batch", std::to_string(o.batch)},
-          {"lr", exact(o.lr)},
-          {"schedule", schedule_text(o)},
-          {"weight-decay", exact(o.weight_decay)},
-          {"clip", exact(o.clip)},
-          {"beta1", exact(o.beta1)},
-          {"beta2", exact(o.beta2)},
-          {"epsilon", exact(o.epsilon)},
-          {"loss-scale", exact(o.loss_scale)},
-          {"seed", std::to_string(o.seed)},
-          {"dropout", exact(o.dropout)},
-          {"tensor-parallel", std::to_string(o.tensor_parallel)},
-          {"pipeline-parallel", std::to_string(o.pipeline_parallel)},
-          {"order", o.fast_order ? "fast" : option_text(o, "order")},
-          {"device", o.device.cuda ? "cuda" : "host"},
-          {"matmul", o.matmul},
-          {"initial", given(o.initial_file)}};
+  std::vector<std::pair<std::string, std::string>> all = {
+      {"layers", std::to_string(o.model.layers)},
+      {"hidden", std::to_string(o.model.hidden)},
+      {"heads", std::to_string(o.model.heads)},
+      {"sequence", std::to_string(o.model.sequence)},
+      {"batch", std::to_string(o.batch)},
+      {"lr", exact(o.lr)},
+      {"schedule", schedule_text(o)},
+      {"weight-decay", exact(o.weight_decay)},
+      {"clip", exact(o.clip)},
+      {"beta1", exact(o.beta1)},
+      {"beta2", exact(o.beta2)},
+      {"epsilon", exact(o.epsilon)},
+      {"loss-scale", exact(o.loss_scale)},
+      {"seed", std::to_string(o.seed)},
+      {"dropout", exact(o.dropout)},
+      {"tensor-parallel", std::to_string(o.tensor_parallel)},
+      {"pipeline-parallel", std::to_string(o.pipeline_parallel)},
+      {"order", o.fast_order ? "fast" : option_text(o, "order")},
+      {"device", o.device.cuda ? "cuda" : "host"},
+      {"matmul", o.matmul},
+      {"initial", given(o.initial_file)}};
+  if (o.optimizer != Optimizer::kAdamW) all.emplace_back("optimizer", option_text(o, "optimizer"));
+  return all;
 }
 
 std::vector<std::pair<std::string, std::string>> agreement_of(const TrainerOptions& o) {

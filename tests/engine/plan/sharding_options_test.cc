@@ -43,6 +43,7 @@ TEST(ShardingOptions, TextReadsBackAsTheSameText) {
       {"memory", {"0", "80GiB", "1536MiB"}},
       {"device-room", {"0", "384MiB", "1GiB"}},
       {"spillable", {"off", "on"}},
+      {"optimizer", {"adamw", "adam", "sgd", "lion"}},
       {"save-async", {"off", "on"}},
       {"offload", {"none", "optimizer", "optimizer+parameters"}},
       {"offload-tier", {"cpu", "nvme", "nvme:/a", "nvme:/a,b c"}},
@@ -144,10 +145,11 @@ TEST(ShardingOptions, LinesOfAgreementLeaveOutWhatMayDiffer) {
   EXPECT_EQ(option_lines(a, &OptionRow::agreed),
             "stage 0\ndtype fp32\nmicro-steps 1\naccumulate shard\naverage ranks+micro-steps\n"
             "order-of-units strict\nunits-at-once 1\norder rank\nshard-within all\nbucket given\n"
-            "overlap on\nsave-async off\noffload none\noffload-tier nvme\noffload-fraction given\n");
+            "overlap on\noptimizer adamw\nsave-async off\noffload none\noffload-tier nvme\noffload-fraction "
+            "given\n");
   EXPECT_EQ(option_lines(a, &OptionRow::in_fingerprint),
             "stage 0\ndtype fp32\nmicro-steps 1\nforwards-ahead 0\naccumulate shard\norder rank\n"
-            "shard-within all\noffload none\noffload-tier nvme\n");
+            "shard-within all\noptimizer adamw\noffload none\noffload-tier nvme\n");
   b.bucket_auto = true;
   EXPECT_NE(option_lines(a, &OptionRow::agreed), option_lines(b, &OptionRow::agreed));
 }

@@ -81,8 +81,10 @@ class Cases {
       if (type != DataType::kFloat32) scale(type, DataType::kFloat32);
       add(type);
       fill(type);
-      for (const DataType parameter : kTypes) adamw(type, parameter, true);
-      adamw(type, DataType::kFloat32, false);
+      for (int i = 0; i < kOptimizerCount; ++i) {
+        for (const DataType parameter : kTypes) update(static_cast<Optimizer>(i), type, parameter, true);
+        update(static_cast<Optimizer>(i), type, DataType::kFloat32, false);
+      }
       norm_leaves(type);
     }
     norm_tree();
@@ -223,18 +225,22 @@ class Cases {
     }
   }
 
-  void adamw(DataType gradient, DataType parameter, bool has_parameter) {
+  void update(Optimizer optimizer, DataType gradient, DataType parameter, bool has_parameter) {
+    const bool is_adamw = optimizer == Optimizer::kAdamW;
     const std::size_t gradient_bytes = element_bytes(gradient), parameter_bytes = element_bytes(parameter);
     // How the step's control decides: there is none, it applies, it skips, the unit was not used, it has no
     // table.
     for (const int control : {0, 1, 2, 3, 4}) {
+      if (control > 1 && !is_adamw) continue;  // Both kernels decide alike.
       const bool controlled = control > 0, updates = control == 0 || control == 1 || control == 4;
       for (const Offsets& offsets : kOffsets) {
         if (control > 1 && offsets.a != 0) continue;
-        const std::size_t count = control > 1 ? 517 : 4099;
-        KernelCase& c =
-            add_case("forebay_adamw_" + name_of(gradient) + (has_parameter ? "_" + name_of(parameter) : ""),
-                     describe(offsets, count) + ", control " + std::to_string(control), 3);
+        const std::size_t count = control > 1 || !is_adamw ? 517 : 4099;
+        KernelCase& c = add_case((is_adamw ? "forebay_adamw_" : "forebay_update_") + name_of(gradient) +
+                                     (has_parameter ? "_" + name_of(parameter) : ""),
+                                 describe(offsets, count) + ", control " + std::to_string(control) + ", " +
+                                     optimizer_name(optimizer),
+                                 3);
         c.arrays = {read_only(hard(gradient, count, offsets.a)), hard(DataType::kFloat32, count, offsets.b),
                     hard(DataType::kFloat32, count, offsets.b), hard(DataType::kFloat32, count, offsets.b),
                     hard(parameter, has_parameter ? count : 0, offsets.a)};
@@ -254,7 +260,9 @@ class Cases {
         const auto arguments = [=](const Pointers& p) {
           AdamWArguments a = {};
           a.gradient = p.at(0);
-          a.master = p.at(1), a.m = p.at(2), a.v = p.at(3);
+          a.optimizer = optimizer;
+          a.master = p.at(1), a.m = p.at(2);
+          if (has_second_moment(optimizer)) a.v = p.at(3);
           a.parameter = has_parameter ? p.at(4) : nullptr;
           a.count = count;
           a.gradient_type = gradient, a.parameter_type = parameter;

@@ -23,7 +23,7 @@ namespace forebay {
 
 enum class SavedField : std::uint8_t {
   kMaster,  // The fp32 weights, and the values of frozen parameters.
-  kM,       // AdamW's first and second moments.
+  kM,       // The optimizer's first and second moments; SGD and Lion have no v.
   kV,
 };
 
@@ -33,9 +33,10 @@ struct SavedParameter {
   std::vector<std::uint64_t> shape;  // {count} if it was not declared (Engine::declare_shape).
   bool has_shape = false;            // It was declared.
   bool frozen = false;               // It has no m and v.
+  bool has_v = false;
 
   // In fp32, with m and v.
-  std::uint64_t bytes() const { return count * 4 * (frozen ? 1 : 3); }
+  std::uint64_t bytes() const { return count * 4 * (frozen ? 1 : has_v ? 3 : 2); }
 };
 
 struct SavedFile {
@@ -51,6 +52,7 @@ struct SavedStateFacts {
   int ranks = 1;  // Ranks that saved. A model in parts has a state for each part.
   int stage = 0;
   std::string dtype;
+  std::string optimizer = "adamw";
   std::string trainer_state;  // As given to Engine::save_state().
   std::vector<SavedFile> files;
   std::vector<SavedParameter> parameters;  // In order of registration; by name in states of older versions.

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "forebay/data_type.h"
+#include "forebay/optimizer.h"
 #include "forebay/span.h"
 #include "forebay/status.h"
 
@@ -57,6 +58,8 @@ enum class Average : std::uint8_t {
 struct ShardingOptions {
   int stage = 0;  // ZeRO stage: 0 shards nothing, 1 optimizer states, 2 gradients too, 3 parameters too.
   DataType dtype = DataType::kFloat32;  // Type of parameters and gradients. 2-byte types get an fp32 master.
+  // SGD and Lion have no v: 8 bytes of master and m for each element, where the formulas have 12.
+  Optimizer optimizer = Optimizer::kAdamW;
   // K: forward and backward passes per step. In recorded order it is the most; step() takes those that were.
   int micro_steps = 1;
   // Forward passes that run ahead of an earlier micro-step's backward pass (engine.h). At stage 3 they change
@@ -120,7 +123,7 @@ using OptionMember =
     std::variant<int ShardingOptions::*, bool ShardingOptions::*, double ShardingOptions::*,
                  std::uint64_t ShardingOptions::*, DataType ShardingOptions::*, Accumulate ShardingOptions::*,
                  Offload ShardingOptions::*, Tier ShardingOptions::*, Average ShardingOptions::*,
-                 OrderOfUnits ShardingOptions::*>;
+                 OrderOfUnits ShardingOptions::*, Optimizer ShardingOptions::*>;
 
 struct OptionRow {
   const char* name;     // As on command lines, without dashes: "micro-steps".
