@@ -247,10 +247,10 @@ struct Engine::Impl : StepContext {
   std::vector<SavedPart> saved_parts() const;
   std::uint64_t saved_offset(const SavedPart& part);
   void describe_copies();
-  void read_part(const SavedPart& part, std::vector<float>& values);
-  internal::StateFileEnd write_values(
-      internal::StateFile target,
-      const std::function<void(const SavedPart& part, std::vector<float>& values)>& read) const;
+  // Gives the values of a part, which may lie in `memory`.
+  using PartReader = std::function<std::span<const float>(const SavedPart& part, std::vector<float>& memory)>;
+  std::span<const float> read_part(const SavedPart& part, std::vector<float>& memory);
+  internal::StateFileEnd write_values(internal::StateFile target, const PartReader& read) const;
   nlohmann::json state_manifest(const std::string& trainer_state) const;
   std::string load_state(const std::string& directory, std::optional<std::uint64_t> step);
   void load_values(internal::SavedState& saved);

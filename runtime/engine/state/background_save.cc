@@ -1,5 +1,8 @@
 #include "runtime/engine/state/background_save.h"
 
+#include <sys/resource.h>
+#include <unistd.h>
+
 #include <utility>
 #include <vector>
 
@@ -12,6 +15,9 @@ namespace {
 // Between looks for files of other ranks. Smaller: more work for the file system. Larger: the state gets its
 // name later.
 constexpr std::chrono::milliseconds kLook{10};
+
+// The least claim to a processor that Linux knows.
+constexpr int kNiceness = 19;
 
 std::string unfinished(const std::string& file) {
   return "." + file;
@@ -54,6 +60,8 @@ void BackgroundSave::give_up() {
 }
 
 void BackgroundSave::run() {
+  // The training comes first. Where the system refuses, the thread is as the others.
+  static_cast<void>(::setpriority(PRIO_PROCESS, static_cast<id_t>(::gettid()), kNiceness));
   Status status = job_.copied();
   std::optional<StateDirectory> directory;
   try {

@@ -114,8 +114,9 @@ void Engine::Impl::save_state(const std::string& directory, const std::string& t
     internal::StateFileEnd end;
     agree(local_verdict([&] {
       if (!files) files.emplace(directory);
-      end = write_values(files->subdirectory(temporary).create(internal::state_file_name(rank(), ranks())),
-                         [&](const SavedPart& part, std::vector<float>& values) { read_part(part, values); });
+      end = write_values(
+          files->subdirectory(temporary).create(internal::state_file_name(rank(), ranks())),
+          [&](const SavedPart& part, std::vector<float>& memory) { return read_part(part, memory); });
     }));
     const std::vector<internal::StateFileEnd> ends = exchange(communicator, end);
     agree(local_verdict([&] {
@@ -158,14 +159,12 @@ void Engine::Impl::begin_save(const std::string& directory, const std::string& t
   job.copied = [this] { return updater->wait_for_copies(); };
   job.write = [this](internal::StateFile file) {
     std::size_t next = 0;
-    return write_values(std::move(file), [&](const SavedPart& part, std::vector<float>& values) {
+    return write_values(std::move(file), [&](const SavedPart& part, std::vector<float>& memory) {
       const StateCopy& copy = saved_copies[next++];
-      if (part.frozen) {
-        values = widen(options.dtype, {copy.target, copy.bytes});
-      } else {
-        const auto* const copied = reinterpret_cast<const float*>(copy.target);
-        values.assign(copied, copied + part.count);
-      }
+      if (!part.frozen)
+        return std::span<const float>(reinterpret_cast<const float*>(copy.target), part.count);
+      memory = widen(options.dtype, {copy.target, copy.bytes});
+      return std::span<const float>(memory);
     });
   };
   background_save = std::make_unique<internal::BackgroundSave>(std::move(job));
@@ -235,11 +234,11 @@ void Engine::Impl::describe_copies() {
   }
 }
 
-void Engine::Impl::read_part(const SavedPart& part, std::vector<float>& values) {
-  values.resize(part.count);
+std::span<const float> Engine::Impl::read_part(const SavedPart& part, std::vector<float>& memory) {
+  memory.resize(part.count);
   if (!part.frozen) {
-    read_state(part.unit, part.field, saved_offset(part) / sizeof(float), values);
-    return;
+    read_state(part.unit, part.field, saved_offset(part) / sizeof(float), memory);
+    return memory;
   }
   std::vector<std::byte> bytes(part.count * element());
   if (options.stage < 3) {
@@ -249,22 +248,21 @@ void Engine::Impl::read_part(const SavedPart& part, std::vector<float>& values) 
   } else {
     read_slice(part.unit, true, saved_offset(part), bytes);
   }
-  values = widen(options.dtype, bytes);
+  memory = widen(options.dtype, bytes);
+  return memory;
 }
 
-// `read` gives the values of each part in turn. Threads: any.
-internal::StateFileEnd Engine::Impl::write_values(
-    internal::StateFile target,
-    const std::function<void(const SavedPart& part, std::vector<float>& values)>& read) const {
+// `read` is asked for each part in turn. Threads: any.
+internal::StateFileEnd Engine::Impl::write_values(internal::StateFile target, const PartReader& read) const {
   internal::StateFileWriter file(std::move(target));
-  std::vector<float> values;
+  std::vector<float> memory;
   for (const SavedPart& part : saved_parts()) {
-    read(part, values);
+    const std::span<const float> values = read(part, memory);
     if (hooks.before_state_write) hooks.before_state_write(part.count * sizeof(float));
     for (const SectionPart& run :
          parts_of(layout(part.unit), part.frozen, part.begin, part.begin + part.count)) {
       file.write(shape(part.unit).parameters[run.parameter].name, kStateFields[static_cast<int>(part.field)],
-                 run.offset, std::span(values).subspan(run.begin - part.begin, run.end - run.begin));
+                 run.offset, values.subspan(run.begin - part.begin, run.end - run.begin));
     }
   }
   return file.finish();
