@@ -20,6 +20,7 @@
 #include "runtime/device/backend_checks.h"
 #include "runtime/device/fault_script.h"
 #include "runtime/device/model/script.h"
+#include "runtime/device/model/timed_work.h"
 
 namespace forebay {
 namespace {
@@ -37,9 +38,9 @@ struct ModelStream;
 // it, since recording again moves the event but not those who already wait.
 struct ModelMark {
   bool reached = false;
-  std::chrono::steady_clock::time_point time;  // When it was reached.
-  Status failure;                              // The first failure of the stream up to here, once reached.
-  ModelStream* stream = nullptr;               // That will reach it; looked at only until then.
+  std::chrono::nanoseconds time{0};  // When it was reached.
+  Status failure;                    // The first failure of the stream up to here, once reached.
+  ModelStream* stream = nullptr;     // That will reach it; looked at only until then.
 };
 
 // Queued work. Ranges are those of copies and fills; host memory is not read or written.
@@ -52,7 +53,9 @@ struct ModelFunctionCall {
   HostFunction function;
   void* argument;
 };
-struct ModelLaunch {};
+struct ModelLaunch {
+  ModelWork work;  // Its time; without timing none.
+};
 struct ModelRecord {
   std::shared_ptr<ModelMark> mark;
 };
@@ -67,6 +70,7 @@ struct ModelStream {
   std::uint64_t queued_count = 0;
   std::uint64_t done_count = 0;
   bool running = false;  // A thread is in a host function of this stream, without the mutex.
+  internal::Task task;   // kTimed: the oldest operation, whose time has not passed yet.
   bool closed = false;
   Status failure;
   const char* forbidden_call = nullptr;  // Set by the thread that runs.
@@ -94,7 +98,7 @@ class ModelBackendImpl final : public ScriptedModelBackend {
  public:
   ModelBackendImpl(ModelBackendOptions options, ModelScript script)
       : options_(std::move(options)),
-        order_(script.order),
+        order_(options_.timing != nullptr ? ModelOrder::kTimed : script.order),
         book_({.name = options_.name,
                .granularity = options_.granularity,
                .budget_bytes = options_.memory_bytes,
@@ -107,6 +111,8 @@ class ModelBackendImpl final : public ScriptedModelBackend {
     capabilities_.granularity = options_.granularity;
     capabilities_.memory_bytes = options_.memory_bytes;
     capabilities_.host_accessible = false;
+    timing_ = options_.timing;
+    if (timing_ != nullptr) timed_ = std::make_unique<internal::TimedWork>(*options_.clock);
   }
 
   // Host functions still queued own their argument, so they run.
@@ -125,6 +131,10 @@ class ModelBackendImpl final : public ScriptedModelBackend {
   }
   void complete_all() override {
     std::unique_lock lock(mutex_);
+    if (timed_ != nullptr) {
+      while (pass_time(lock)) {
+      }
+    }
     while (advance_any(lock)) {
     }
   }
@@ -146,6 +156,45 @@ class ModelBackendImpl final : public ScriptedModelBackend {
     const std::size_t memory_count = book_.live_count();
     const std::lock_guard lock(mutex_);
     return memory_count + streams_.size() + events_.size() + modules_.size();
+  }
+
+  // --- virtual time ---
+
+  Status work(const ModelWork& work, Stream stream) override {
+    FOREBAY_RETURN_IF_ERROR(enter("work"));
+    FOREBAY_RETURN_IF_ERROR(check_timed("queue work of a duration"));
+    return queue(stream, ModelLaunch{work}, "queue work of a duration");
+  }
+  void spend(const ModelWork& work) override {
+    if (running_stream != nullptr) return running_stream->task.add(work);
+    std::unique_lock lock(mutex_);
+    host_task_.add(work);
+    spend_host(lock);
+  }
+  void spend_until(std::chrono::nanoseconds time, const char* name) override {
+    if (running_stream != nullptr) return running_stream->task.add_until(time, name);
+    std::unique_lock lock(mutex_);
+    host_task_.add_until(time, name);
+    spend_host(lock);
+  }
+  std::chrono::nanoseconds now() const override {
+    if (timed_ == nullptr) return std::chrono::steady_clock::now().time_since_epoch();
+    const std::chrono::nanoseconds now = timed_->now();
+    return running_stream != nullptr ? running_stream->task.end_alone(now) : now;
+  }
+  void watch(Stream stream) override {
+    const std::lock_guard lock(mutex_);
+    watched_ = find_stream(stream);
+    watched_times_.clear();
+    if (timed_ != nullptr) timed_->clear_busy();
+  }
+  std::vector<ModelStreamTime> watched() const override {
+    const std::lock_guard lock(mutex_);
+    return watched_times_;
+  }
+  std::array<double, kModelResourcesMax> busy_seconds() const override {
+    const std::lock_guard lock(mutex_);
+    return timed_->busy_seconds();
   }
 
   // --- facts ---
@@ -333,7 +382,11 @@ class ModelBackendImpl final : public ScriptedModelBackend {
     if (found == events_.end()) return no_event("synchronize an event");
     const std::shared_ptr<ModelMark> mark = found->second;
     if (mark == nullptr) return {};
-    while (!mark->reached) step_towards(lock, *mark->stream);
+    while (!mark->reached) {
+      host_waits_for_ = mark->stream;
+      step_towards(lock, *mark->stream);
+    }
+    host_waits_for_ = nullptr;
     settle(lock);
     return mark->failure;
   }
@@ -432,7 +485,7 @@ class ModelBackendImpl final : public ScriptedModelBackend {
     if (kernels_.count(to_id(kernel.handle)) == 0) return refuse("launch a kernel", kNoKernel);
     const std::shared_ptr<ModelStream> target = find_stream(stream);
     if (target == nullptr) return no_stream("launch a kernel");
-    return queue(lock, target, ModelLaunch{});
+    return queue(lock, target, ModelLaunch{{}});
   }
 
  private:
@@ -482,15 +535,25 @@ class ModelBackendImpl final : public ScriptedModelBackend {
                ModelOperation operation) {
     // The operation that runs counts too: it takes a place until it is done.
     while (!stream->closed && stream->queued_count - stream->done_count >= options_.queue_limit) {
+      host_waits_for_ = stream.get();
       step_towards(lock, *stream);
+      host_waits_for_ = nullptr;
     }
     if (stream->closed) {
       return {StatusCode::kInvalidArgument, "cannot queue work on a stream of " + options_.name +
                                                 ": it is being destroyed; queue before stream_destroy"};
     }
+    if (timed_ != nullptr && takes_time(operation)) {
+      if (const std::chrono::nanoseconds time = timing_->queue_time(); time.count() > 0) {
+        host_task_.add_until(timed_->now() + time, "queueing");
+        spend_host(lock);
+      }
+    }
     stream->operations.push_back(std::move(operation));
     ++stream->queued_count;
-    if (order_ == ModelOrder::kSeeded) {
+    if (order_ == ModelOrder::kTimed) {
+      if (can_advance(*stream)) start_ready(lock);
+    } else if (order_ == ModelOrder::kSeeded) {
       advance_some(lock);
     } else if (order_ == ModelOrder::kAtOnce) {
       ++left_count_;
@@ -509,7 +572,7 @@ class ModelBackendImpl final : public ScriptedModelBackend {
 
   // Its oldest operation could run now.
   static bool can_advance(const ModelStream& stream) {
-    if (stream.running || stream.operations.empty()) return false;
+    if (stream.running || !stream.task.empty() || stream.operations.empty()) return false;
     const ModelWait* wait = std::get_if<ModelWait>(&stream.operations.front());
     return wait == nullptr || wait->mark->reached;
   }
@@ -520,16 +583,23 @@ class ModelBackendImpl final : public ScriptedModelBackend {
     stream.operations.pop_front();
     if (const auto* access = std::get_if<ModelAccess>(&operation)) {
       run_access(stream, *access);
+      if (timed_ != nullptr && access->bytes > 0 && stream.failure.ok()) stream.task.add(time_of(*access));
+    } else if (const auto* launch = std::get_if<ModelLaunch>(&operation)) {
+      if (timed_ != nullptr && stream.failure.ok()) stream.task.add(launch->work);
     } else if (const auto* call = std::get_if<ModelFunctionCall>(&operation)) {
       run_function(lock, stream, *call);
     } else if (const auto* record = std::get_if<ModelRecord>(&operation)) {
       record->mark->reached = true;
-      record->mark->time = std::chrono::steady_clock::now();
+      record->mark->time = now();
       record->mark->failure = stream.failure;
       record->mark->stream = nullptr;
     } else if (const auto* wait = std::get_if<ModelWait>(&operation)) {
       // The awaited work failed, so later work here has no valid input: it fails for the same reason.
       fail(stream, wait->mark->failure);
+    }
+    if (!stream.task.empty()) {
+      timed_->begin(stream.task);
+      return true;
     }
     ++stream.done_count;
     if (order_ == ModelOrder::kAtOnce) --left_count_;
@@ -579,6 +649,93 @@ class ModelBackendImpl final : public ScriptedModelBackend {
     if (stream.failure.ok()) stream.failure = status;
   }
 
+  // --- kTimed ---
+
+  Status check_timed(const char* what) const {
+    if (timed_ != nullptr) return {};
+    return refuse(what, "nothing takes time here; give ModelBackendOptions a timing and a virtual clock");
+  }
+  static bool takes_time(const ModelOperation& operation) {
+    return std::holds_alternative<ModelAccess>(operation) || std::holds_alternative<ModelLaunch>(operation);
+  }
+  ModelWork time_of(const ModelAccess& access) const {
+    const auto on_device = [&](const void* address) { return numeric(address) >= kFirstAddress; };
+    if (access.source == nullptr) return timing_->fill(access.bytes);
+    const bool to = on_device(access.target);
+    const bool from = on_device(access.source);
+    const ModelCopy kind = to ? (from ? ModelCopy::kOnDevice : ModelCopy::kToDevice)
+                              : (from ? ModelCopy::kToHost : ModelCopy::kOnHost);
+    return timing_->copy(kind, access.bytes);
+  }
+
+  // Starts all operations that can start now. Operations without a duration run at once.
+  void start_ready(std::unique_lock<std::mutex>& lock) {
+    for (bool any = true; any;) {
+      any = false;
+      for (const auto& [id, stream] : streams_) {
+        while (can_advance(*stream)) {
+          run_head(lock, *stream);
+          any = true;
+        }
+      }
+    }
+  }
+
+  // Moves the time to the next end of some work, and goes on from there. False: no work is under way.
+  bool pass_time(std::unique_lock<std::mutex>& lock) {
+    if (!timed_->any()) return false;
+    const ModelStreamTime spent = watched_ != nullptr ? account() : ModelStreamTime{};
+    const std::chrono::nanoseconds passed = timed_->advance();
+    if (watched_ != nullptr && passed.count() > 0) add_watched(spent, passed);
+    for (const auto& [id, stream] : streams_) {
+      if (stream->queued_count - stream->done_count == stream->operations.size()) continue;
+      if (!stream->task.empty() || stream->running) continue;
+      ++stream->done_count;
+    }
+    start_ready(lock);
+    return true;
+  }
+
+  // Waits until the host's own work has ended.
+  void spend_host(std::unique_lock<std::mutex>& lock) {
+    timed_->begin(host_task_);
+    while (!host_task_.empty()) pass_time(lock);
+  }
+
+  // The way in which the watched stream spends the time from now to the next end of some work: its own work,
+  // or else the work at the other end of what it waits for.
+  ModelStreamTime account() const {
+    const ModelStream* stream = watched_.get();
+    if (!stream->task.empty()) return {stream->task.name(), true, {}};
+    bool asked_host = false;
+    while (stream->task.empty()) {
+      if (!stream->operations.empty()) {
+        const ModelWait* wait = std::get_if<ModelWait>(&stream->operations.front());
+        if (wait == nullptr || wait->mark->reached || wait->mark->stream == nullptr) break;
+        stream = wait->mark->stream;
+      } else if (!host_task_.empty()) {
+        return {host_task_.name(), false, {}};
+      } else if (host_waits_for_ != nullptr && !asked_host) {
+        asked_host = true;
+        stream = host_waits_for_;
+      } else {
+        break;
+      }
+    }
+    return {stream->task.empty() ? "host" : stream->task.name(), false, {}};
+  }
+
+  void add_watched(const ModelStreamTime& spent, std::chrono::nanoseconds passed) {
+    const auto found = std::find_if(
+        watched_times_.begin(), watched_times_.end(),
+        [&](const ModelStreamTime& one) { return one.own == spent.own && one.name == spent.name; });
+    if (found == watched_times_.end()) {
+      watched_times_.push_back({spent.name, spent.own, passed});
+    } else {
+      found->time += passed;
+    }
+  }
+
   // One operation of a stream picked by the seed.
   bool advance_any(std::unique_lock<std::mutex>& lock) {
     std::vector<std::shared_ptr<ModelStream>>& ready = ready_streams_;
@@ -601,6 +758,10 @@ class ModelBackendImpl final : public ScriptedModelBackend {
   // Brings the stream nearer to its end by one operation: its own oldest, or one of those it waits for. Where
   // another thread runs that one, waits for it.
   void step_towards(std::unique_lock<std::mutex>& lock, ModelStream& stream) {
+    if (timed_ != nullptr) {
+      FOREBAY_CHECK(pass_time(lock), "%s waits for work that nothing brings nearer", options_.name.c_str());
+      return;
+    }
     ModelStream* next = &stream;
     // An event that is waited for was recorded earlier, so this ends.
     while (!next->running && !next->operations.empty() && !can_advance(*next)) {
@@ -624,7 +785,9 @@ class ModelBackendImpl final : public ScriptedModelBackend {
   }
 
   void run_until(std::unique_lock<std::mutex>& lock, ModelStream& stream, std::uint64_t goal) {
+    host_waits_for_ = &stream;
     while (stream.done_count < goal) step_towards(lock, stream);
+    host_waits_for_ = nullptr;
   }
 
   const ModelBackendOptions options_;
@@ -646,6 +809,12 @@ class ModelBackendImpl final : public ScriptedModelBackend {
   std::unordered_map<std::uint64_t, std::shared_ptr<ModelMark>> events_;  // The last record; null: none.
   std::unordered_map<std::uint64_t, ModuleState> modules_;
   std::unordered_map<std::uint64_t, std::uint64_t> kernels_;  // Handle to module.
+  // kTimed. One thread calls the backend.
+  std::unique_ptr<internal::TimedWork> timed_;
+  internal::Task host_task_;                     // The host's own work.
+  const ModelStream* host_waits_for_ = nullptr;  // While the host waits.
+  std::shared_ptr<const ModelStream> watched_;
+  std::vector<ModelStreamTime> watched_times_;
 };
 
 }  // namespace
@@ -670,6 +839,10 @@ Result<std::unique_ptr<ScriptedModelBackend>> ScriptedModelBackend::create(Model
   if (options.memory_bytes > kAddressBytes) {
     return refusal("memory of " + format_bytes(options.memory_bytes) + " is more than there are addresses, " +
                    format_bytes(kAddressBytes) + "; give less");
+  }
+  if (options.timing != nullptr &&
+      (options.clock == nullptr || options.clock->mode() != HostClock::Mode::kVirtual)) {
+    return refusal("a timing needs a virtual clock; give ModelBackendOptions::clock");
   }
   if (options.queue_limit == 0) return refusal("a queue_limit of 0 lets nothing run; give at least 1");
   if (!std::all_of(script.faults.begin(), script.faults.end(), is_fault_valid)) {

@@ -17,6 +17,7 @@ enum class ModelOrder : std::uint8_t {
   kAtOnce,  // In the call that queues it.
   kSeeded,  // Each call that queues or queries runs some of it, from streams picked by the seed.
   kManual,  // When complete_next, complete_any, complete_all or a wait of the host asks for it.
+  kTimed,   // When its virtual time has come. Chosen by ModelBackendOptions::timing.
 };
 
 struct ModelScript {

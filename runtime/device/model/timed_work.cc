@@ -1,0 +1,117 @@
+#include "runtime/device/model/timed_work.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "forebay/check.h"
+
+namespace forebay::internal {
+namespace {
+
+constexpr double kNanosecondsPerSecond = 1e9;
+// Less work than this is none: it is left over by rounding. Larger: time is lost. Smaller: a task may need
+// one nanosecond more.
+constexpr double kNothingLeft = 1e-6;
+
+HostClock::Nanoseconds nanoseconds(double seconds) {
+  return HostClock::Nanoseconds(static_cast<std::int64_t>(std::llround(seconds * kNanosecondsPerSecond)));
+}
+
+}  // namespace
+
+Task::Nanoseconds Task::end_alone(Nanoseconds begin) const {
+  for (const Phase& phase : phases_) {
+    double longest = 0;
+    for (std::size_t i = 0; i < phase.work.part_count; ++i)
+      longest = std::max(longest, phase.work.parts[i].seconds);
+    begin = std::max(begin + nanoseconds(phase.work.delay_seconds + longest), phase.until);
+  }
+  return begin;
+}
+
+void TimedWork::begin(Task& task) {
+  FOREBAY_CHECK(!task.empty() && !task.begun_, "a task of %zu phases begins", task.phases_.size());
+  active_.push_back(&task);
+  begin_phase(task, now());
+}
+
+void TimedWork::begin_phase(Task& task, Nanoseconds now) {
+  const Task::Phase& phase = task.phases_.front();
+  task.begun_ = true;
+  task.delay_end_ = std::max(now + nanoseconds(phase.work.delay_seconds), phase.until);
+  task.delayed_ = task.delay_end_ > now;
+  for (std::size_t i = 0; i < phase.work.part_count; ++i)
+    task.left_ns_[i] = phase.work.parts[i].seconds * kNanosecondsPerSecond;
+  if (!task.delayed_) count_parts(task, 1);
+}
+
+// Each part that is not done uses its resource.
+void TimedWork::count_parts(const Task& task, int change) {
+  const ModelWork& work = task.phases_.front().work;
+  for (std::size_t i = 0; i < work.part_count; ++i) {
+    if (task.left_ns_[i] > kNothingLeft) users_[static_cast<std::size_t>(work.parts[i].resource)] += change;
+  }
+}
+
+bool TimedWork::has_ended(const Task& task, Nanoseconds now) const {
+  if (task.delayed_ && task.delay_end_ > now) return false;
+  const ModelWork& work = task.phases_.front().work;
+  for (std::size_t i = 0; i < work.part_count; ++i) {
+    if (task.left_ns_[i] > kNothingLeft) return false;
+  }
+  return true;
+}
+
+TimedWork::Nanoseconds TimedWork::advance(Nanoseconds limit) {
+  const Nanoseconds begin = now();
+  Nanoseconds end = limit;
+  for (const Task* task : active_) {
+    if (task->delayed_) {
+      end = std::min(end, task->delay_end_);
+      continue;
+    }
+    const ModelWork& work = task->phases_.front().work;
+    bool any = false;
+    for (std::size_t i = 0; i < work.part_count; ++i) {
+      if (task->left_ns_[i] <= kNothingLeft) continue;
+      any = true;
+      const double alone = task->left_ns_[i] * users_[static_cast<std::size_t>(work.parts[i].resource)];
+      end = std::min(end, begin + Nanoseconds(static_cast<std::int64_t>(std::ceil(alone - kNothingLeft))));
+    }
+    if (!any) end = begin;
+  }
+  FOREBAY_CHECK(end != HostClock::kNever, "nothing is under way on %zu tasks", active_.size());
+  const Nanoseconds passed = std::max(end - begin, Nanoseconds(0));
+  if (passed.count() > 0) clock_.sleep(passed);
+  const auto passed_ns = static_cast<double>(passed.count());
+
+  for (std::size_t r = 0; r < users_.size(); ++r) {
+    if (users_[r] > 0) busy_[r] += passed_ns / kNanosecondsPerSecond;
+  }
+  const std::array<int, kModelResourcesMax> users = users_;
+  for (Task* task : active_) {
+    if (task->delayed_) continue;
+    const ModelWork& work = task->phases_.front().work;
+    count_parts(*task, -1);
+    for (std::size_t i = 0; i < work.part_count; ++i) {
+      const int sharing = users[static_cast<std::size_t>(work.parts[i].resource)];
+      if (task->left_ns_[i] > kNothingLeft) task->left_ns_[i] -= passed_ns / sharing;
+    }
+    count_parts(*task, 1);
+  }
+  for (Task* task : active_) {
+    if (task->delayed_ && task->delay_end_ <= end) {
+      task->delayed_ = false;
+      count_parts(*task, 1);
+    }
+    while (!task->phases_.empty() && has_ended(*task, end)) {
+      task->phases_.pop_front();
+      task->begun_ = false;
+      if (!task->phases_.empty()) begin_phase(*task, end);
+    }
+  }
+  std::erase_if(active_, [](const Task* task) { return task->empty(); });
+  return passed;
+}
+
+}  // namespace forebay::internal
