@@ -188,6 +188,13 @@ std::string memlock_limit() {
   return limit.rlim_cur == RLIM_INFINITY ? "unlimited" : format_bytes(limit.rlim_cur);
 }
 
+// Zeroed memory that exists where it is touched, or null.
+std::byte* map_addresses(std::size_t bytes) noexcept {
+  void* raw =
+      ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  return raw == MAP_FAILED ? nullptr : static_cast<std::byte*>(raw);
+}
+
 // New zeroed memory, aligned to huge pages if it is large enough, or null.
 std::byte* map_pages(std::size_t bytes, bool align_to_huge) noexcept {
   const std::size_t slack = align_to_huge && bytes >= kHugePageBytes ? kHugePageBytes : 0;
@@ -650,6 +657,14 @@ Result<std::unique_ptr<Slab>> SlabPinnedPool::make_slab(std::size_t bytes) {
 
 Status SlabPinnedPool::map_slab(Slab& slab) {
   const std::string what = "a slab of " + format_bytes(slab.bytes);
+  if (options_.addresses_only) {
+    slab.base = map_addresses(slab.bytes);
+    if (slab.base == nullptr) {
+      return Status(StatusCode::kOutOfMemory, "the host has no addresses left for ", what,
+                    "; raise ulimit -v");
+    }
+    return backend_.pin(slab.base, slab.bytes);
+  }
   if (options_.huge_pages && slab.bytes % kHugePageBytes == 0) slab.base = map_huge_pages(slab.bytes);
   slab.huge = slab.base != nullptr;
   if (!slab.huge) {

@@ -6,6 +6,7 @@
 #include "kernels/argument_checks.h"
 #include "kernels/cuda/cuda_kernels.h"
 #include "kernels/host_module.h"
+#include "kernels/model_kernels.h"
 
 namespace forebay {
 namespace {
@@ -114,11 +115,7 @@ Result<std::unique_ptr<Kernels>> Kernels::create(Backend& backend, const KernelO
   }
   const Capabilities& capabilities = backend.capabilities();
   if (capabilities.kind == BackendKind::kCuda) return create_cuda_kernels(backend);
-  if (capabilities.kind != BackendKind::kHost) {
-    return Status(StatusCode::kUnsupported,
-                  std::string("kernels for backend '") + capabilities.name +
-                      "': there are kernels for the host and cuda backends; use one of these");
-  }
+  if (capabilities.kind == BackendKind::kModel) return create_model_kernels(backend);
   auto kernels = std::make_unique<HostKernels>(backend, options);
   FOREBAY_RETURN_IF_ERROR(kernels->load());
   return std::unique_ptr<Kernels>(std::move(kernels));

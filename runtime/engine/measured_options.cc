@@ -138,9 +138,11 @@ double Engine::Impl::measure(const std::function<void()>& work) const {
 Engine::Impl::UpdateTimes Engine::Impl::measure_update(std::uint64_t count) {
   const std::uint64_t size = element();
   const std::uint64_t state_bytes = count * sizeof(float);
-  const auto pool = value_or_throw(PinnedPool::create(backend, {.slab_bytes = 1, .huge_pages = false}));
+  PinnedPoolOptions pinned_memory = pinned_options();
+  pinned_memory.huge_pages = false;
+  const auto pool = value_or_throw(PinnedPool::create(backend, pinned_memory));
   std::byte* const host = value_or_throw(pool->allocate(3 * state_bytes + count * size));
-  std::memset(host, 0, 3 * state_bytes + count * size);
+  if (!counts_only()) std::memset(host, 0, 3 * state_bytes + count * size);
   Probe probe(*this);
   probe.open(3 * state_bytes + 2 * count * size);
 
@@ -171,7 +173,7 @@ Engine::Impl::UpdateTimes Engine::Impl::measure_update(std::uint64_t count) {
   // Copies and files are moved beside the update, so the slowest of the three counts.
   times.offloaded = measure([&] {
     if (hooks.before_host_update) hooks.before_host_update(count);
-    throw_if_error(host_adam(on_host, runner));
+    if (!counts_only()) throw_if_error(host_adam(on_host, runner));
   });
   if (options.offload != Offload::kOptimizerAndParameters) {
     times.offloaded =

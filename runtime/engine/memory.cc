@@ -86,11 +86,12 @@ void Engine::Impl::take_pool(Pool pool) {
 
 // Makes the block of the host pool, filled with zeros.
 void Engine::Impl::take_host_memory() {
-  pinned =
-      value_or_throw(PinnedPool::create(backend, {.slab_bytes = 1, .numa_node = host_placement.memory_node}));
+  PinnedPoolOptions pool = pinned_options();
+  pool.numa_node = host_placement.memory_node;
+  pinned = value_or_throw(PinnedPool::create(backend, pool));
   if (const std::uint64_t bytes = plan.bytes_in(Pool::kHost); bytes > 0) {
     memory(Pool::kHost) = {value_or_throw(pinned->allocate(bytes)), bytes};
-    std::memset(memory(Pool::kHost).data(), 0, bytes);
+    if (!counts_only()) std::memset(memory(Pool::kHost).data(), 0, bytes);
   }
 }
 
@@ -141,8 +142,11 @@ void Engine::Impl::place_units() {
   for (int index = 0; index < unit_count(); ++index) describe_unit(index);
   for (const StatePlacement& placement : plan.placements) place(placement);
   for (int index = 0; index < unit_count(); ++index) complete_unit(index);
-  if (pinned == nullptr)
-    pinned = value_or_throw(PinnedPool::create(backend, {.slab_bytes = 1, .huge_pages = false}));
+  if (pinned == nullptr) {
+    PinnedPoolOptions pool = pinned_options();
+    pool.huge_pages = false;
+    pinned = value_or_throw(PinnedPool::create(backend, pool));
+  }
   throw_if_error(backend.stream_synchronize(engine_stream));
 }
 

@@ -27,6 +27,9 @@ struct PinnedPoolOptions {
   std::size_t slab_bytes = 1u << 30;
   int numa_node = -1;      // The node to place the memory on; -1: the nearest to the device, if known.
   bool huge_pages = true;  // Ask for huge pages, which make pinning about ten times as fast.
+  // Blocks have addresses, and take memory only where they are touched. For a model backend, which copies no
+  // bytes: a simulated host may be larger than this one.
+  bool addresses_only = false;
 };
 
 struct PinnedPoolStatistics {

@@ -205,7 +205,7 @@ class Kernels {
  public:
   // Loads the kernels onto `backend`, which must outlive this object; this object must outlive the work
   // queued through it.
-  // Errors: kUnsupported for a cuda backend when forebay was built without nvcc, and for other kinds.
+  // Errors: kUnsupported for a cuda backend when forebay was built without nvcc.
   static Result<std::unique_ptr<Kernels>> create(Backend& backend, const KernelOptions& options = {});
   virtual ~Kernels() = default;
 

@@ -81,7 +81,7 @@ Result<ActivationFormulas> activation_formulas(const TransformerBlocks& blocks) 
   // Elements of the scores of one block: a s^2 b.
   const std::uint64_t scores =
       times(times(times(blocks.heads, blocks.sequence), blocks.sequence), blocks.batch);
-  const std::uint64_t score_bytes = times(2 * e + 1, scores);
+  const std::uint64_t score_bytes = blocks.keeps_scores ? times(2 * e + 1, scores) : 0;
   const std::uint64_t parallel = times(12 * e, sbh);
   const std::uint64_t whole = times(4 * e + 2, sbh);
   const std::uint64_t input = times(e, sbh);  // M

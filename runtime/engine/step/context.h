@@ -160,6 +160,10 @@ struct StepContext {
   Communicator& everyone() const { return options.grid != nullptr ? *options.grid : communicator; }
   Communicator& deciders() const { return deciding != nullptr ? *deciding : communicator; }
 
+  // The backend is a model: host memory of offloaded states is not touched, and every step is applied.
+  bool counts_only() const { return backend.capabilities().kind == BackendKind::kModel; }
+  // The options of pinned memory: one slab for each request.
+  PinnedPoolOptions pinned_options() const { return {.slab_bytes = 1, .addresses_only = counts_only()}; }
   bool recorded() const { return options.order_of_units == OrderOfUnits::kRecorded; }
   std::uint64_t element() const { return element_bytes(options.dtype); }
   // The optimizer has so many of kStateFieldCount.

@@ -171,7 +171,7 @@ void Decision::queue(const Hyperparameters& hyperparameters, const Reducer& redu
   if (!has_norms_) gather_norms(reducer);
   has_norms_ = false;
   queue_control(hyperparameters.clip);
-  engine_stream_.copy(decided_, &context_.control->state, sizeof(StepState));
+  take_decision();
   committed_ = true;
   if (context_.deciders().size() > 1) {
     engine_stream_.call<&Decision::vote>(*this);
@@ -184,7 +184,7 @@ double Decision::take_norm(const Reducer& reducer, const Updater& updater) {
   queue_state(1.0, updater);
   gather_norms(reducer);
   queue_control(0.0);
-  engine_stream_.copy(decided_, &context_.control->state, sizeof(StepState));
+  take_decision();
   engine_stream_.synchronize();
   must(context_.deciders().status());
   has_norms_ = true;
@@ -235,6 +235,20 @@ void Decision::queue_control(double clip) {
   arguments.growth_interval = options_.loss_scale.growth_interval;
   arguments.minimum_loss_scale = options_.loss_scale.minimum;
   must(kernels_.step_control(arguments, engine_stream_));
+}
+
+void Decision::take_decision() {
+  if (context_.counts_only()) {
+    // The copy moves nothing.
+    *decided_ = {.attempted_steps = context_.attempted_steps + 1,
+                 .applied_steps = context_.applied_steps + 1,
+                 .loss_scale = context_.loss_scale,
+                 .used_loss_scale = context_.loss_scale,
+                 .factor = 1.0f,
+                 .outcome = StepOutcome::kApplied,
+                 .growth_counter = context_.growth_counter};
+  }
+  engine_stream_.copy(decided_, &context_.control->state, sizeof(StepState));
 }
 
 // Runs in the order of the engine's stream. A rank that has all norms votes before it acts on them. If the

@@ -60,6 +60,8 @@ class Decision : private StepPart {
   void queue_state(double gradient_factor, const Updater& updater);
   void gather_norms(const Reducer& reducer);
   void queue_control(double clip);
+  // Copies the decision to the host.
+  void take_decision();
   void vote();
 
   StepControl* uploaded_ = nullptr;  // Pinned: the device's input for a step,

@@ -414,13 +414,20 @@ void Reducer::take_down(int index, HostSum& sum, std::size_t place) {
   if (!first) host.call<&HostSum::add>(sum);
 }
 
+bool Reducer::passes_over_host(std::uint64_t bytes) const {
+  if (context_.hooks.before_host_sum) context_.hooks.before_host_sum(bytes);
+  return !context_.counts_only();
+}
+
 void Reducer::HostSum::add() const {
+  if (!reducer->passes_over_host(3 * count * sizeof(float))) return;
   host_accumulate(reducer->context_.host_sum, target, count, false, reducer->updater_.host_runner());
 }
 
 // Runs in the order of the host's stream: g and its norm, from the sum over ranks and micro-steps.
 void Reducer::average_on_host(int index) {
   const Unit& u = unit(index);
+  if (!passes_over_host(3 * u.updated_count * sizeof(float))) return;
   const BlockRunner& runner = updater_.host_runner();
   auto* const sum = reinterpret_cast<float*>(u.host_gradients);
   Status status =

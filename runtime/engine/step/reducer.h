@@ -90,6 +90,8 @@ class Reducer : private StepPart {
   void reduce_on_host(int unit);
   void finish_on_host(int unit);
   void take_down(int unit, HostSum& sum, std::size_t place);
+  // Calls the hook for a pass over host memory. False: nothing is to be computed.
+  bool passes_over_host(std::uint64_t bytes) const;
   void average_on_host(int unit);
 
   const Updater& updater_;

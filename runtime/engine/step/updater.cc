@@ -231,6 +231,7 @@ void Updater::update_stored_part(const HostUpdate& update, std::size_t part_inde
   piece.master = reinterpret_cast<float*>(field(0));
   piece.m = reinterpret_cast<float*>(field(1));
   if (has_second_moment(options_.optimizer)) piece.v = reinterpret_cast<float*>(field(2));
+  if (context_.counts_only()) return update_piece(update, piece);
   // Parameters go up from here.
   std::byte* const ready = u.host_gradients + piece.begin * element();
   if (options_.dtype == DataType::kFloat32) {
@@ -247,6 +248,7 @@ void Updater::update_stored_part(const HostUpdate& update, std::size_t part_inde
 
 void Updater::update_piece(const HostUpdate& update, const Piece& piece) {
   if (context_.hooks.before_host_update) context_.hooks.before_host_update(piece.count);
+  if (context_.counts_only()) return;
   const Unit& u = unit(update.unit);
   const bool over_gradients =
       piece.parameters != nullptr && !u.parameters_offloaded && element_bytes(u.gradient_type) != element();

@@ -1,0 +1,84 @@
+#include "kernels/model_kernels.h"
+
+#include <string>
+
+#include "forebay/model_backend.h"
+#include "kernels/argument_checks.h"
+
+namespace forebay {
+namespace {
+
+class ModelKernels final : public Kernels {
+ public:
+  explicit ModelKernels(ModelBackend& backend)
+      : backend_(backend), description_(std::string(backend.capabilities().name) + ", nothing is computed") {}
+
+  Status cast(const CastArguments& a, Stream stream) override {
+    return launch("cast", a, element_bytes(a.source_type) + element_bytes(a.target_type), stream);
+  }
+  Status accumulate(const AccumulateArguments& a, Stream stream) override {
+    const std::uint64_t added = static_cast<std::uint64_t>(a.rank_count) * element_bytes(a.type);
+    return launch("sum of ranks", a, added + (a.first ? 1 : 2) * sizeof(float), stream);
+  }
+  Status scale(const ScaleArguments& a, Stream stream) override {
+    return launch("average", a, sizeof(float) + element_bytes(a.target_type), stream);
+  }
+  Status add(const AddArguments& a, Stream stream) override {
+    return launch("add", a, 3 * element_bytes(a.type), stream);
+  }
+  Status norm(const NormArguments& a, Stream stream) override {
+    return launch("norm", a, element_bytes(a.type), stream);
+  }
+  Status adamw(const AdamWArguments& a, Stream stream) override {
+    return launch("update", a, adam_bytes(a), stream);
+  }
+  Status fill(const FillArguments& a, Stream stream) override {
+    return launch("fill", a, element_bytes(a.type), stream);
+  }
+  Status step_control(const StepControlArguments& a, Stream stream) override {
+    FOREBAY_RETURN_IF_ERROR(check_arguments(a));
+    return queue("decision", static_cast<std::uint64_t>(a.rank_count) * a.unit_count * 2 * sizeof(double),
+                 stream);
+  }
+  Status adamw_controlled(const ControlledAdamWArguments& a, Stream stream) override {
+    FOREBAY_RETURN_IF_ERROR(check_arguments(a));
+    return queue("update", a.update.count * adam_bytes(a.update), stream);
+  }
+
+  const char* description() const noexcept override { return description_.c_str(); }
+
+ private:
+  static std::uint64_t adam_bytes(const AdamWArguments& a) {
+    const std::uint64_t states = a.v != nullptr ? 3 : 2;  // Each is read and written.
+    return states * 2 * sizeof(float) + element_bytes(a.gradient_type) +
+           (a.parameter != nullptr ? element_bytes(a.parameter_type) : 0);
+  }
+
+  template <typename Arguments>
+  Status launch(const char* name, const Arguments& arguments, std::uint64_t bytes_each, Stream stream) {
+    FOREBAY_RETURN_IF_ERROR(check_arguments(arguments));
+    return queue(name, arguments.count * bytes_each, stream);
+  }
+
+  Status queue(const char* name, std::uint64_t bytes, Stream stream) {
+    if (bytes == 0 || backend_.timing() == nullptr) return Status();
+    return backend_.work(backend_.timing()->kernel(name, bytes), stream);
+  }
+
+  ModelBackend& backend_;
+  const std::string description_;
+};
+
+}  // namespace
+
+Result<std::unique_ptr<Kernels>> create_model_kernels(Backend& backend) {
+  auto* const model = dynamic_cast<ModelBackend*>(&backend);
+  if (model == nullptr) {
+    return Status(StatusCode::kUnsupported,
+                  std::string("kernels for backend '") + backend.capabilities().name +
+                      "': it wraps a model backend; make the kernels on the model backend itself");
+  }
+  return std::unique_ptr<Kernels>(std::make_unique<ModelKernels>(*model));
+}
+
+}  // namespace forebay
