@@ -8,6 +8,7 @@ set(rows
   "collectives/process/gloo_headers/gloo/common:"
   "collectives/nccl: collectives"
   "collectives/local: collectives"
+  "collectives/simulated: collectives"
   "collectives/launch:"
 )
 set(layers collectives)

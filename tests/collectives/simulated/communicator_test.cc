@@ -1,0 +1,237 @@
+// The simulated communicator: the durations of its operations on a topology, and the cases of the conformance
+// suite that need neither bytes nor other ranks.
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "forebay/error.h"
+#include "forebay/grouped_communicator.h"
+#include "forebay/rank_grid.h"
+#include "forebay/simulated_communicator.h"
+
+namespace forebay {
+namespace {
+
+constexpr int kCompute = 0;
+constexpr int kNode = 1;
+constexpr int kNetwork = 2;
+
+// A kernel takes no time.
+class NoTime : public ModelTiming {
+ public:
+  ModelWork copy(ModelCopy, std::uint64_t) const override { return {.name = "copy"}; }
+  ModelWork fill(std::uint64_t) const override { return {.name = "fill"}; }
+  ModelWork kernel(const char* name, std::uint64_t) const override { return {.name = name}; }
+};
+
+// Nodes of 4 ranks at 100 GB/s; 2 links of 10 GB/s leave a node, so a rank has 5 GB/s.
+std::vector<SimulatedLevel> levels(int ranks) {
+  return {{.name = "node", .ranks = 4, .bytes_per_second = 100e9, .latency_seconds = 1e-6, .resource = kNode},
+          {.name = "network",
+           .ranks = ranks,
+           .bytes_per_second = 10e9,
+           .ranks_per_link = 2,
+           .latency_seconds = 5e-6,
+           .message_seconds = 1e-6,
+           .resource = kNetwork}};
+}
+
+class SimulatedRanks {
+ public:
+  explicit SimulatedRanks(int size, GatherAlgorithm gather = GatherAlgorithm::kRing)
+      : backend(value_or_throw(ModelBackend::create({.timing = &timing, .clock = &clock}))),
+        kernels(value_or_throw(Kernels::create(*backend))),
+        communicator(value_or_throw(SimulatedCommunicator::create(
+            {.size = size, .levels = levels((size + 3) / 4 * 4), .gather = gather, .control_seconds = 10e-6},
+            *backend, *kernels))),
+        stream(value_or_throw(backend->stream_create())),
+        memory(value_or_throw(backend->alloc(std::size_t{1} << 36))) {}
+
+  ReduceScatterArguments reduction(std::size_t count) const {
+    return {.source = memory,
+            .source_stride_bytes = count * 2,
+            .count = count,
+            .type = DataType::kBfloat16,
+            .receive = memory + (std::size_t{1} << 34),
+            .target = reinterpret_cast<float*>(memory + (std::size_t{3} << 34)),
+            .first = true};
+  }
+  AllGatherArguments gathering(std::size_t bytes) const {
+    return {.source = memory, .target = memory, .target_stride_bytes = bytes, .bytes = bytes};
+  }
+  // Microseconds that pass until the stream has run.
+  double finish() {
+    const auto begin = backend->now();
+    throw_if_error(backend->stream_synchronize(stream));
+    return std::chrono::duration<double, std::micro>(backend->now() - begin).count();
+  }
+
+  NoTime timing;
+  HostClock clock{HostClock::Mode::kVirtual};
+  std::unique_ptr<ModelBackend> backend;
+  std::unique_ptr<Kernels> kernels;
+  std::unique_ptr<SimulatedCommunicator> communicator;
+  Stream stream;
+  DevicePtr memory;
+};
+
+// 1 MB slices: 3 to neighbours at 100 GB/s beside 4 to the other node at 5 GB/s, with 1 us for each message.
+TEST(SimulatedCommunicator, AReductionTakesTheSlowestLevel) {
+  SimulatedRanks one_node(4);
+  throw_if_error(one_node.communicator->reduce_scatter(one_node.reduction(500'000), one_node.stream));
+  EXPECT_NEAR(one_node.finish(), 1 + 30, 1e-3);
+
+  SimulatedRanks two_nodes(8);
+  throw_if_error(two_nodes.communicator->reduce_scatter(two_nodes.reduction(500'000), two_nodes.stream));
+  EXPECT_NEAR(two_nodes.finish(), 5 + 4 * (200 + 1), 1e-3);
+}
+
+// A ring brings the 4 MB of the other node in over the links of all 4 ranks: a quarter of a direct gather.
+TEST(SimulatedCommunicator, ARingEntersEachNodeOnce) {
+  SimulatedRanks ring(8);
+  throw_if_error(ring.communicator->all_gather(ring.gathering(1'000'000), ring.stream));
+  EXPECT_NEAR(ring.finish(), 6 * 1 + 1 * 5 + 4e6 / (4 * 5e9) * 1e6, 1e-3);
+
+  SimulatedRanks direct(8, GatherAlgorithm::kDirect);
+  throw_if_error(direct.communicator->all_gather(direct.gathering(1'000'000), direct.stream));
+  EXPECT_NEAR(direct.finish(), 5 + 4 * (200 + 1), 1e-3);
+}
+
+TEST(SimulatedCommunicator, OverlappingCollectivesShareTheLinks) {
+  SimulatedRanks ranks(8, GatherAlgorithm::kDirect);
+  const Stream other = value_or_throw(ranks.backend->stream_create());
+  throw_if_error(ranks.communicator->all_gather(ranks.gathering(1'000'000), ranks.stream));
+  throw_if_error(ranks.communicator->all_gather(ranks.gathering(1'000'000), other));
+  EXPECT_NEAR(ranks.finish(), 5 + 2 * 4 * (200 + 1), 1e-3);
+}
+
+TEST(SimulatedCommunicator, AMessageTakesItsLevel) {
+  SimulatedRanks ranks(8);
+  throw_if_error(ranks.communicator->send(ranks.memory, 1'000'000, 3, 0, ranks.stream));
+  EXPECT_NEAR(ranks.finish(), 1 + 10, 1e-3);
+  throw_if_error(ranks.communicator->recv(ranks.memory, 1'000'000, 7, 0, ranks.stream));
+  EXPECT_NEAR(ranks.finish(), 5 + 200 + 1, 1e-3);
+}
+
+TEST(SimulatedCommunicator, ControlOperationsTakeHops) {
+  SimulatedRanks ranks(8);
+  throw_if_error(ranks.communicator->barrier());
+  EXPECT_EQ(ranks.backend->now(), std::chrono::microseconds(2 * 3 * 10));
+}
+
+TEST(SimulatedCommunicator, OneRankSendsNothingAndTakesNoTime) {
+  SimulatedRanks one(1);
+  throw_if_error(one.communicator->reduce_scatter(one.reduction(512), one.stream));
+  throw_if_error(one.communicator->all_gather(one.gathering(512), one.stream));
+  throw_if_error(one.communicator->barrier());
+  EXPECT_EQ(one.finish(), 0);
+  EXPECT_EQ(one.communicator->traffic().sent_bytes, 0u);
+}
+
+TEST(SimulatedCommunicator, OtherRanksGiveTheBytesOfThisOne) {
+  SimulatedRanks ranks(5);
+  const std::vector<std::byte> mine{std::byte{1}, std::byte{2}};
+  std::vector<std::byte> all(10);
+  throw_if_error(ranks.communicator->exchange(mine, all));
+  for (std::size_t i = 0; i < all.size(); ++i) EXPECT_EQ(all[i], mine[i % 2]);
+  EXPECT_EQ(ranks.communicator->exchange(mine, {all.data(), 9}).code(), StatusCode::kInvalidArgument);
+}
+
+TEST(SimulatedCommunicator, CountsThePayloadOfTheAlgorithm) {
+  SimulatedRanks ranks(8);
+  throw_if_error(ranks.communicator->reduce_scatter(ranks.reduction(512), ranks.stream));
+  throw_if_error(ranks.communicator->all_gather(ranks.gathering(256), ranks.stream));
+  throw_if_error(ranks.communicator->send(ranks.memory, 100, 2, 0, ranks.stream));
+  throw_if_error(ranks.communicator->recv(ranks.memory, 40, 2, 0, ranks.stream));
+  EXPECT_EQ(ranks.communicator->traffic().sent_bytes, 7u * (1024 + 256) + 100);
+  EXPECT_EQ(ranks.communicator->traffic().received_bytes, 7u * (1024 + 256) + 40);
+  for (const OperationTraffic& one : ranks.communicator->operation_traffic()) {
+    EXPECT_EQ(one.count, 1u) << one.operation;
+    EXPECT_EQ(one.peers[0].sent_bytes, 0u) << one.operation;
+    if (std::string(one.operation) == "reduce_scatter") {
+      EXPECT_EQ(one.peers[7].sent_bytes, 1024u);
+    }
+    if (std::string(one.operation) == "recv") {
+      EXPECT_EQ(one.peers[2].received_bytes, 40u);
+    }
+  }
+  const auto records = ranks.communicator->last_operations();
+  ASSERT_EQ(records.size(), 4u);
+  EXPECT_EQ(records[0].what, "reduce_scatter of 512 bf16 (operation 0)");
+}
+
+TEST(SimulatedCommunicator, RefusesWrongArgumentsInTheWordsOfTheOthers) {
+  SimulatedRanks ranks(4);
+  ReduceScatterArguments reduction = ranks.reduction(512);
+  reduction.target = nullptr;
+  EXPECT_EQ(ranks.communicator->reduce_scatter(reduction, ranks.stream).code(), StatusCode::kInvalidArgument);
+  EXPECT_EQ(ranks.communicator->send(ranks.memory, 4, 4, 0, ranks.stream).code(),
+            StatusCode::kInvalidArgument);
+  EXPECT_EQ(ranks.communicator->send(ranks.memory, 4, 0, 0, ranks.stream).code(),
+            StatusCode::kInvalidArgument);
+  EXPECT_TRUE(ranks.communicator->status().ok());
+}
+
+TEST(SimulatedCommunicator, StaysFailedAfterAnAbort) {
+  SimulatedRanks ranks(4);
+  const Status cause(StatusCode::kTimeout, "scripted");
+  ranks.communicator->abort(cause);
+  ranks.communicator->abort(Status(StatusCode::kIoError, "later"));
+  EXPECT_EQ(ranks.communicator->status().code(), StatusCode::kTimeout);
+  EXPECT_EQ(ranks.communicator->barrier().code(), StatusCode::kTimeout);
+  EXPECT_EQ(ranks.communicator->all_gather(ranks.gathering(4), ranks.stream).code(), StatusCode::kTimeout);
+  const std::vector<std::byte> decision(8);
+  EXPECT_EQ(ranks.communicator->vote(1, decision).code(), StatusCode::kTimeout);
+  EXPECT_FALSE(ranks.communicator->survivors_vote(1));
+}
+
+TEST(SimulatedCommunicator, SplitsByTheRulesOfTheOtherRanks) {
+  SimulatedRanks ranks(8);
+  EXPECT_EQ(ranks.communicator->split(0, 0).status().code(), StatusCode::kUnsupported);
+  ranks.communicator->expect_split([](int rank) { return std::pair(rank / 4, rank % 4); });
+  ranks.communicator->expect_split([](int rank) { return std::pair(rank % 4, rank / 4); });
+  const auto grouped = value_or_throw(create_grouped_communicator(*ranks.communicator, {.group = 4}));
+  ranks.finish();
+  // 1 MB slices: twice 3 MB within the node, then a 4-byte sum of each across.
+  throw_if_error(grouped->reduce_scatter(ranks.reduction(500'000), ranks.stream));
+  EXPECT_NEAR(ranks.finish(), 2 * (1 + 30) + 5 + 2e6 / 5e9 * 1e6 + 1, 1e-3);
+  EXPECT_EQ(grouped->traffic().sent_bytes, 2u * 3'000'000 + 2'000'000);
+
+  ranks.communicator->expect_split([](int) { return std::pair(1, 1); });
+  EXPECT_EQ(ranks.communicator->split(0, 0).status().code(), StatusCode::kInvalidArgument);
+}
+
+TEST(SimulatedCommunicator, IsMadeForAHundredThousandRanks) {
+  SimulatedRanks ranks(100'000);
+  std::vector<std::byte> mine(800), all(800 * 100'000);
+  throw_if_error(ranks.communicator->exchange(mine, all));
+  for (int i = 0; i < 1000; ++i)
+    throw_if_error(ranks.communicator->all_gather(ranks.gathering(1000), ranks.stream));
+  EXPECT_GT(ranks.finish(), 0);
+}
+
+TEST(SimulatedCommunicator, RefusesABadTopologyByName) {
+  SimulatedRanks good(1);
+  const auto problem = [&](SimulatedOptions options) {
+    return SimulatedCommunicator::create(options, *good.backend, *good.kernels).status();
+  };
+  EXPECT_EQ(problem({.rank = 2, .size = 2, .levels = levels(4)}).code(), StatusCode::kInvalidArgument);
+  EXPECT_NE(problem({.size = 8, .levels = levels(4)}).message().find("outermost level has 4 ranks"),
+            std::string::npos);
+  std::vector<SimulatedLevel> odd = levels(8);
+  odd[1].ranks = 6;
+  EXPECT_NE(problem({.size = 4, .levels = odd}).message().find("level network has 6 ranks"),
+            std::string::npos);
+  odd = levels(8);
+  odd[0].bytes_per_second = 0;
+  EXPECT_NE(problem({.size = 4, .levels = odd}).message().find("level node has no bytes_per_second"),
+            std::string::npos);
+  odd = levels(8);
+  odd[1].latency_seconds = -1;
+  EXPECT_NE(problem({.size = 4, .levels = odd}).message().find("latency_seconds"), std::string::npos);
+}
+
+}  // namespace
+}  // namespace forebay
