@@ -43,10 +43,11 @@ using Action = std::function<int()>;
 void add_bench_tiers_command(CLI::App& app, Action& action);  // 1: this machine cannot be measured.
 void add_devices_command(CLI::App& app, Action& action);
 void add_explain_command(CLI::App& app, Action& action);
-void add_plan_command(CLI::App& app, Action& action);    // 1: the plan does not fit.
-void add_replay_command(CLI::App& app, Action& action);  // 1: the arena did not complete a trace.
-void add_report_command(CLI::App& app, Action& action);  // 1: the runs differ or cannot be compared.
-void add_state_command(CLI::App& app, Action& action);   // 1: a state is damaged or cannot be read.
+void add_plan_command(CLI::App& app, Action& action);      // 1: the plan does not fit.
+void add_replay_command(CLI::App& app, Action& action);    // 1: the arena did not complete a trace.
+void add_report_command(CLI::App& app, Action& action);    // 1: the runs differ or cannot be compared.
+void add_simulate_command(CLI::App& app, Action& action);  // 1: the plan does not fit.
+void add_state_command(CLI::App& app, Action& action);     // 1: a state is damaged or cannot be read.
 // The exit code is that of `command`, the words to run. They are there before parsing and until the action
 // has been called.
 void add_run_command(CLI::App& app, Action& action, const std::vector<std::string>& command);

@@ -53,6 +53,7 @@ int run(std::vector<std::string> arguments) {
   Action action;
   add_devices_command(app, action);
   add_plan_command(app, action);
+  add_simulate_command(app, action);
   add_report_command(app, action);
   add_replay_command(app, action);
   add_explain_command(app, action);

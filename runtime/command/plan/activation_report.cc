@@ -29,6 +29,7 @@ Result<ActivationReport> make_activation_report(const ActivationRequest& request
                    .batch = request.batch,
                    .tensor_parallel = request.part.tensor_parallel,
                    .element_bytes = element_bytes(request.dtype),
+                   .keeps_scores = !request.fused_attention,
                    .has_embedding = request.part.pipeline_stage == 0,
                    .has_output = request.part.pipeline_stage + 1 == request.part.pipeline_parallel,
                    .recompute_every = request.recompute_every};

@@ -17,9 +17,10 @@ struct ActivationRequest {
   std::uint64_t batch = 1;
   std::uint64_t sequence = 0;  // 0: the shape's positions.
   DataType dtype = DataType::kBfloat16;
-  ModelPart part;           // The layers of one pipeline stage, and the ranks that share them.
-  int micro_steps = 1;      // Micro-steps of a step: a limit of the micro-batches in flight.
-  int recompute_every = 0;  // The first of every recompute_every layers is recomputed; 0: none is.
+  ModelPart part;                // The layers of one pipeline stage, and the ranks that share them.
+  int micro_steps = 1;           // Micro-steps of a step: a limit of the micro-batches in flight.
+  int recompute_every = 0;       // The first of every recompute_every layers is recomputed; 0: none is.
+  bool fused_attention = false;  // Attention keeps no scores.
   ActivationPlacement placement = ActivationPlacement::kKeep;  // Where saved inputs are.
   Tier tier = Tier::kPinned;
   std::uint64_t device_bytes = 0;  // kAuto: the most that saved inputs may take.

@@ -1,0 +1,86 @@
+// `forebay simulate` as a person runs it: the program, its output and its exit code.
+
+#include <gtest/gtest.h>
+
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <string>
+
+#include "tests/support/process.h"
+#include "tests/support/temporary_directory.h"
+
+namespace forebay::testing {
+namespace {
+
+using Json = nlohmann::json;
+using Words = std::vector<std::string>;
+
+const Words kModel = {"--layers",   "4",   "--hidden",     "512",  "--heads", "8",
+                      "--sequence", "256", "--vocabulary", "5000", "--batch", "2"};
+
+Finished forebay(Words words) {
+  words.insert(words.begin(), {FOREBAY_COMMAND, "simulate"});
+  return run_program(words);
+}
+
+Finished with_model(Words words) {
+  words.insert(words.end(), kModel.begin(), kModel.end());
+  return forebay(words);
+}
+
+TEST(SimulateCommand, PrintsTheStepItsCausesAndItsMemory) {
+  const Finished finished = with_model({"--cluster", "dgx-a100", "--ranks", "16", "--stage", "3"});
+  ASSERT_EQ(finished.exit_code, 0) << finished.output;
+  for (const char* const word : {"tokens/s", "model FLOPs utilisation", "forward", "parameter gathers",
+                                 "most time", "would help", "optimizer", "to spare"}) {
+    EXPECT_NE(finished.output.find(word), std::string::npos) << word << "\n" << finished.output;
+  }
+}
+
+TEST(SimulateCommand, PrintsTheSameJsonTwice) {
+  const Words words = {"--stage", "2", "--offload", "optimizer", "--json"};
+  const Finished first = with_model(words);
+  ASSERT_EQ(first.exit_code, 0) << first.output;
+  EXPECT_EQ(with_model(words).output, first.output);
+  const Json json = Json::parse(first.output);
+  EXPECT_EQ(json.at("ranks"), 8);
+  EXPECT_GT(json.at("tokens_per_second").get<double>(), 0);
+  EXPECT_GT(json.at("changes").size(), 3u);
+}
+
+TEST(SimulateCommand, WritesATimeline) {
+  const TemporaryDirectory directory;
+  const std::string file = directory / "step.json";
+  ASSERT_EQ(with_model({"--stage", "3", "--timeline", file, "--no-changes"}).exit_code, 0);
+  std::ifstream stream(file);
+  EXPECT_GT(Json::parse(stream).at("traceEvents").size(), 100u);
+}
+
+TEST(SimulateCommand, AnswersBadInput) {
+  const TemporaryDirectory directory;
+  std::ofstream(directory / "bad.json") << "{\"name\": \"bad\"}";
+  struct Case {
+    Words words;
+    int exit_code;
+    const char* answer;
+  };
+  const Case cases[] = {
+      {{"--cluster", "dgx-9"}, 2, "use dgx-2, dgx-a100, dgx-h100"},
+      {{"--cluster", directory / "bad.json"}, 2, "bad.json: device is missing"},
+      {{"--ranks", "9", "--tensor-parallel", "2"},
+       2,
+       "--ranks is 9, which --tensor-parallel 2 does not divide"},
+      {{"--cluster", "dgx-2", "--dtype", "bf16"}, 2, "V100-32 has no products in bf16"},
+      {{"--stage", "0", "--layers", "400", "--hidden", "8192"}, 1, "the plan needs"},
+      {{"--attention", "quick"}, 2, "use fused or plain"},
+      {{"--pipeline-parallel", "2"}, 2, "not simulated yet"},
+  };
+  for (const Case& one : cases) {
+    const Finished finished = one.exit_code == 1 ? forebay(one.words) : with_model(one.words);
+    EXPECT_EQ(finished.exit_code, one.exit_code) << finished.output;
+    EXPECT_NE(finished.output.find(one.answer), std::string::npos) << one.answer << "\n" << finished.output;
+  }
+}
+
+}  // namespace
+}  // namespace forebay::testing

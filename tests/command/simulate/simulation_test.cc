@@ -1,0 +1,182 @@
+// Simulated steps: memory equal to the plan, the same figures from the same request, and times that follow
+// the machine.
+
+#include "runtime/command/simulate/simulation.h"
+
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <string>
+
+#include "forebay/error.h"
+#include "runtime/command/simulate/simulation_print.h"
+
+namespace forebay {
+namespace {
+
+SimulationRequest small(int ranks, int stage) {
+  SimulationRequest request;
+  request.shape = {.layers = 4, .hidden = 1024, .heads = 16, .vocabulary = 50257, .positions = 512};
+  request.batch = 4;
+  request.ranks = ranks;
+  request.options.stage = stage;
+  request.options.dtype = DataType::kBfloat16;
+  request.cluster = value_or_throw(read_cluster("dgx-h100"));
+  return request;
+}
+
+double step_seconds(const SimulationRequest& request) {
+  return value_or_throw(simulate(request)).step_seconds;
+}
+
+double seconds_of(const SimulationResult& result, const std::string& cause) {
+  for (const SimulatedTime& time : result.times) {
+    if (time.cause == cause) return time.seconds;
+  }
+  return 0;
+}
+
+TEST(Simulation, HoldsThePlannedBytesAtEveryStage) {
+  for (int stage = 0; stage <= 3; ++stage) {
+    for (const Offload offload : {Offload::kNone, Offload::kOptimizer}) {
+      for (const int micro_steps : {1, 3}) {
+        SimulationRequest request = small(16, stage);
+        request.options.offload = offload;
+        request.options.micro_steps = micro_steps;
+        const SimulationResult result = value_or_throw(simulate(request));
+        EXPECT_EQ(result.statistics.peak, result.statistics.planned) << stage;
+        EXPECT_EQ(result.statistics.peak_reserved_bytes, result.statistics.planned_reserved_bytes) << stage;
+        EXPECT_EQ(result.statistics.host_bytes, result.statistics.planned_host_bytes) << stage;
+        EXPECT_EQ(result.sent_bytes_per_step, result.statistics.planned_wire_per_step.sent) << stage;
+      }
+    }
+  }
+}
+
+TEST(Simulation, TheTimesAddUpToTheStep) {
+  SimulationRequest request = small(16, 3);
+  request.options.offload = Offload::kOptimizer;
+  const SimulationResult result = value_or_throw(simulate(request));
+  double sum = 0;
+  for (const SimulatedTime& time : result.times) sum += time.seconds;
+  EXPECT_NEAR(sum, result.step_seconds, 1e-9);
+  EXPECT_GT(seconds_of(result, "forward"), 0);
+  EXPECT_GT(seconds_of(result, "backward"), seconds_of(result, "forward"));
+  EXPECT_GT(result.model_flops_used(), 0);
+  EXPECT_LT(result.model_flops_used(), 1);
+}
+
+TEST(Simulation, TheSameRequestGivesTheSameFigures) {
+  SimulationRequest request = small(64, 3);
+  request.options.offload = Offload::kOptimizerAndParameters;
+  request.options.tier = Tier::kFile;
+  request.tensor_parallel = 2;
+  const std::string first = simulation_json(request, value_or_throw(simulate(request)), {});
+  for (int i = 0; i < 3; ++i)
+    EXPECT_EQ(simulation_json(request, value_or_throw(simulate(request)), {}), first);
+}
+
+// Compute alone: the step of one rank without launches is the time of its products and passes.
+TEST(Simulation, OneRankTakesTheTimeOfItsWork) {
+  SimulationRequest request = small(1, 0);
+  request.cluster.device.kernel_seconds = request.cluster.device.queue_seconds = 0;
+  const SimulationResult result = value_or_throw(simulate(request));
+  const double computed =
+      seconds_of(result, "forward") + seconds_of(result, "backward") + seconds_of(result, "recomputation");
+  EXPECT_GT(computed, 0.8 * result.step_seconds);
+  EXPECT_GT(computed, result.model_flops / result.peak_flops);
+  request.cluster.device.flops[DataType::kBfloat16] *= 2;
+  request.cluster.device.memory_bytes_per_second *= 2;
+  EXPECT_NEAR(step_seconds(request), result.step_seconds / 2, 0.02 * result.step_seconds);
+}
+
+TEST(Simulation, RecomputationCostsAForwardPass) {
+  SimulationRequest request = small(8, 1);
+  const SimulationResult without = value_or_throw(simulate(request));
+  request.recompute_every = 1;
+  const SimulationResult with = value_or_throw(simulate(request));
+  EXPECT_GT(with.step_seconds, without.step_seconds);
+  EXPECT_GT(with.hardware_flops, with.model_flops);
+  EXPECT_EQ(with.model_flops, without.model_flops);
+  EXPECT_LT(with.statistics.peak.activations, without.statistics.peak.activations);
+  EXPECT_LT(seconds_of(with, "recomputation"), seconds_of(with, "forward"));
+}
+
+TEST(Simulation, ASlowNetworkIsTheBottleneck) {
+  SimulationRequest request = small(64, 3);
+  request.cluster.links[1].bytes_per_second = 1e9;
+  const SimulationResult slow = value_or_throw(simulate(request));
+  EXPECT_TRUE(bottleneck(slow).exposed) << bottleneck(slow).cause;
+  const std::vector<SimulatedChange> changes = value_or_throw(simulate_changes(request));
+  EXPECT_EQ(changes.front().change, "twice the bandwidth of the links: network");
+  EXPECT_LT(changes.front().step_seconds, 0.6 * slow.step_seconds);
+}
+
+TEST(Simulation, OffloadedStatesTakeTheHostsTime) {
+  SimulationRequest request = small(8, 2);
+  const double without = step_seconds(request);
+  request.options.offload = Offload::kOptimizer;
+  const SimulationResult host = value_or_throw(simulate(request));
+  EXPECT_GT(host.step_seconds, without);
+  request.cluster.host_bytes_per_second /= 4;
+  const SimulationResult slow = value_or_throw(simulate(request));
+  EXPECT_GT(slow.step_seconds, host.step_seconds);
+  EXPECT_EQ(bottleneck(slow).cause, "update on the host");
+  request.options.tier = Tier::kFile;
+  request.cluster.host_bytes_per_second *= 4;
+  request.cluster.drive_read_bytes_per_second /= 10;
+  const SimulationResult files = value_or_throw(simulate(request));
+  EXPECT_EQ(bottleneck(files).cause, "drives");
+  EXPECT_GT(files.statistics.file_bytes, 0u);
+  EXPECT_EQ(files.statistics.file_bytes, files.statistics.planned_file_bytes);
+}
+
+TEST(Simulation, ModelsLargerThanThisHostTakeNoMemoryOfIt) {
+  SimulationRequest request = small(16, 3);
+  request.shape = {.layers = 96, .hidden = 12288, .heads = 96, .vocabulary = 50257, .positions = 2048};
+  request.batch = 1;
+  request.recompute_every = 1;
+  request.options.offload = Offload::kOptimizerAndParameters;
+  const SimulationResult result = value_or_throw(simulate(request));
+  EXPECT_GT(result.parameters, 170'000'000'000u);
+  EXPECT_GT(result.statistics.host_bytes, 150ull << 30);
+}
+
+TEST(Simulation, AStepOfAHundredThousandRanksIsFast) {
+  SimulationRequest request = small(100'000, 3);
+  request.shape.layers = 32;
+  const auto begin = std::chrono::steady_clock::now();
+  const SimulationResult result = value_or_throw(simulate(request));
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(60));
+  EXPECT_GT(result.step_seconds, 0);
+}
+
+TEST(Simulation, SaysWhatDoesNotFit) {
+  SimulationRequest request = small(1, 0);
+  request.shape.layers = 96;
+  request.shape.hidden = 8192;
+  const Status status = simulate(request).status();
+  EXPECT_EQ(status.code(), StatusCode::kOutOfMemory);
+  EXPECT_NE(status.message().find("the plan needs"), std::string::npos) << status.message();
+  request = small(3, 0);
+  request.tensor_parallel = 2;
+  EXPECT_EQ(simulate(request).status().code(), StatusCode::kInvalidArgument);
+  request = small(8, 0);
+  request.cluster = value_or_throw(read_cluster("dgx-2"));
+  EXPECT_NE(simulate(request).status().message().find("V100-32 has no products in bf16; it has"),
+            std::string::npos);
+}
+
+TEST(Simulation, WritesATimelineOfTheEngine) {
+  SimulationRequest request = small(8, 3);
+  request.with_timeline = true;
+  const SimulationResult result = value_or_throw(simulate(request));
+  bool gathers = false;
+  for (const Timeline::Span& span : result.spans) gathers = gathers || span.name == "gather h.2";
+  EXPECT_TRUE(gathers);
+  request.with_timeline = false;
+  EXPECT_EQ(step_seconds(request), result.step_seconds);
+}
+
+}  // namespace
+}  // namespace forebay
