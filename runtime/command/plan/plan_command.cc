@@ -11,6 +11,7 @@
 #include "runtime/command/command_line.h"
 #include "runtime/command/host_limits.h"
 #include "runtime/command/plan/activation_arguments.h"
+#include "runtime/command/plan/largest.h"
 #include "runtime/command/plan/model_arguments.h"
 #include "runtime/command/plan/plan_print.h"
 #include "runtime/command/plan/plan_report.h"
@@ -34,6 +35,7 @@ struct PlanArguments {
   std::string chunk = "2MiB";
   std::string preset = "forebay";
   bool json = false;
+  bool largest = false;
 
   const CLI::Option* ranks_option = nullptr;
   const CLI::Option* host_ranks_option = nullptr;
@@ -207,11 +209,40 @@ Status plan_stages(PlanRequest request, std::optional<int> only, const std::opti
   return reports->empty() ? first : Status();
 }
 
+// Prints the largest models and batches instead of a plan. `*holds`: one layer fits at one of the stages.
+Status print_largest(const PlanArguments& arguments, PlanRequest request, PlanBudget budget,
+                     const std::optional<ActivationRequest>& kept, const std::string& description,
+                     bool* holds) {
+  if (!request.shape || budget.memory_bytes == 0) {
+    return refuse(
+        "--largest grows the shape of a model until --memory is full; give --memory, and --layers --hidden "
+        "--heads or --config");
+  }
+  if (!given(arguments.host_ranks_option)) budget.host_ranks = 0;
+  const bool has_stage = arguments.sharding.given("stage");
+  std::vector<LargestFigures> figures;
+  for (int stage = 0; stage <= 3; ++stage) {
+    if (has_stage && stage != request.options.stage) continue;
+    PlanRequest one = request;
+    one.options.stage = stage;
+    figures.push_back(
+        find_largest(one, kept, budget,
+                     [&](const PlanRequest& candidate, const std::optional<ActivationRequest>& activations) {
+                       std::vector<ActivationReport> reports;
+                       return plan_worst(candidate, activations, budget, &reports);
+                     }));
+  }
+  *holds =
+      std::any_of(figures.begin(), figures.end(), [](const LargestFigures& one) { return one.layers > 0; });
+  return write_standard_output(arguments.json ? largest_json(figures, budget)
+                                              : largest_text(figures, budget, description));
+}
+
 // Prints the plan. `*holds`: one of the stages shown fits into the given limits; the host is one with
 // --host-ranks.
 Status plan(const PlanArguments& arguments, bool* holds) {
   const bool has_stage = arguments.sharding.given("stage");
-  if (arguments.json && !has_stage)
+  if (arguments.json && !has_stage && !arguments.largest)
     return refuse("--json prints one plan and no --stage was given; add --stage");
   PlanRequest request;
   PlanBudget budget;
@@ -228,6 +259,7 @@ Status plan(const PlanArguments& arguments, bool* holds) {
   FOREBAY_RETURN_IF_ERROR(read_memory(arguments, request.options, &budget));
   FOREBAY_RETURN_IF_ERROR(read_budget(arguments, world_size, &budget));
   FOREBAY_RETURN_IF_ERROR(read_kept(arguments, budget, &request, &kept));
+  if (arguments.largest) return print_largest(arguments, request, budget, kept, description, holds);
 
   std::vector<PlanReport> reports;
   std::vector<std::string> left_out;
@@ -287,6 +319,9 @@ void add_plan_command(CLI::App& app, Action& action) {
                                   "Ranks that keep their device bytes in this host's memory; in a "
                                   "pipeline, those that need most. 0: the host is not judged")
                             ->default_str("all");
+  command->add_flag("--largest", a.largest,
+                    "Print the largest model of the shape's width, grown in layers, and the largest batch of "
+                    "the shape, that --memory holds");
   command->add_flag("--json", a.json, "Print JSON");
   command->footer(
       std::string(

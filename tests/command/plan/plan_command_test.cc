@@ -596,4 +596,29 @@ TEST(ReportCommand, FailsWhenItsOutputCannotBeWritten) {
   EXPECT_EQ(forebay("report " + data("run_report.json") + " >/dev/full").exit_code, 1);
 }
 
+// The next larger model, and the next larger batch, do not fit.
+TEST(PlanCommand, FindsTheLargestModelAndBatch) {
+  const std::string rest =
+      "--hidden 1024 --heads 16 --sequence 256 --vocabulary 50257 --ranks 8 --memory 8GiB --host-ranks 0 ";
+  const Outcome largest = plan(rest + "--layers 12 --largest --json");
+  ASSERT_EQ(largest.exit_code, 0) << largest.output;
+  std::uint64_t before = 0;
+  for (const Json& one : Json::parse(largest.output).at("stages")) {
+    const std::string stage = "--stage " + std::to_string(one.at("stage").get<int>()) + " ";
+    const auto layers = one.at("layers").get<std::uint64_t>();
+    const auto batch = one.at("batch").get<std::uint64_t>();
+    ASSERT_GT(layers, 0u);
+    EXPECT_GE(layers, before) << "a later stage holds no less";
+    before = layers;
+    EXPECT_EQ(plan(rest + stage + "--layers " + std::to_string(layers)).exit_code, 0) << stage;
+    EXPECT_EQ(plan(rest + stage + "--layers " + std::to_string(layers + 1)).exit_code, 1) << stage;
+    EXPECT_EQ(plan(rest + stage + "--layers 12 --batch " + std::to_string(batch)).exit_code, 0) << stage;
+    EXPECT_EQ(plan(rest + stage + "--layers 12 --batch " + std::to_string(batch + 1)).exit_code, 1) << stage;
+  }
+  const Outcome text = plan(rest + "--layers 12 --largest");
+  EXPECT_NE(text.output.find("largest model, parameters"), std::string::npos) << text.output;
+  EXPECT_EQ(plan("--parameters 7B --largest --memory 8GiB").exit_code, 2);
+  EXPECT_EQ(plan("--layers 4 --largest").exit_code, 2);
+}
+
 }  // namespace
