@@ -1,0 +1,51 @@
+#!/usr/bin/env python3
+"""Reruns the experiments of the ZeRO paper by `forebay plan --largest` and `forebay simulate`.
+
+usage: run.py FOREBAY [--json FILE]
+
+FOREBAY is the program. A row has the paper's value, ours, and our value divided by the paper's. Nothing is fitted.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+
+def answer(words):
+    finished = subprocess.run(words, capture_output=True, text=True, check=False)
+    if finished.returncode not in (0, 1) or not finished.stdout:
+        sys.exit(f"{' '.join(words)}: {finished.stderr.strip()}")
+    return json.loads(finished.stdout)
+
+
+def measure(program, common, experiment):
+    if experiment["kind"] == "largest":
+        found = answer([program, "plan", "--largest", "--json", "--host-ranks", "0", "--layers", "1"] + common +
+                       experiment["arguments"])
+        return experiment["paper_billion"], found["stages"][0]["parameters"] / 1e9, "billion parameters"
+    found = answer([program, "simulate", "--json", "--no-changes"] + common + experiment["arguments"])
+    return experiment["paper_tflops"], found["tflops_per_device"], "TFLOP/s of a GPU"
+
+
+def main():
+    if len(sys.argv) not in (2, 4):
+        sys.exit(__doc__)
+    here = os.path.dirname(os.path.abspath(__file__))
+    with open(os.path.join(here, "experiments.json"), encoding="utf-8") as stream:
+        plan = json.load(stream)
+    rows = []
+    for experiment in plan["experiments"]:
+        paper, ours, unit = measure(sys.argv[1], plan["common"], experiment)
+        rows.append({"name": experiment["name"], "paper": paper, "ours": round(ours, 2),
+                     "ratio": round(ours / paper, 3), "unit": unit})
+        print(f"{experiment['name']:55} paper {paper:8.1f}   ours {ours:8.1f}   ratio {ours / paper:5.2f}   {unit}")
+    ratios = sorted(row["ratio"] for row in rows)
+    print(f"median ratio {ratios[len(ratios) // 2]:.2f}")
+    if len(sys.argv) == 4:
+        with open(sys.argv[3], "w", encoding="utf-8") as stream:
+            json.dump(rows, stream, indent=2)
+
+
+if __name__ == "__main__":
+    main()
