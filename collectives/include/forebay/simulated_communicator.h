@@ -29,11 +29,11 @@ namespace forebay {
 struct SimulatedLevel {
   std::string name;             // "node"
   int ranks = 1;                // Ranks of one domain; a multiple of those of the level before.
-  double bytes_per_second = 0;  // Of one link, each way.
+  double bytes_per_second = 0;  // One link, each way.
   int ranks_per_link = 1;       // Ranks that share a link.
-  double latency_seconds = 0;   // Of one hop.
-  double message_seconds = 0;   // Of each message, while others wait behind it.
-  int resource = 0;             // Of the model backend: the rank's share of the link.
+  double latency_seconds = 0;   // One hop.
+  double message_seconds = 0;   // Each message, while others wait behind it.
+  int resource = 0;             // On the model backend: the share of the link that this rank has.
 };
 
 enum class GatherAlgorithm : std::uint8_t { kRing, kDirect };

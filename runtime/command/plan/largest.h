@@ -16,9 +16,9 @@ namespace forebay {
 // One ZeRO stage.
 struct LargestFigures {
   int stage = 0;
-  std::uint64_t layers = 0;  // Of the widest model of the shape's width that fits; 0: not even one layer.
+  std::uint64_t layers = 0;  // The largest model of the shape's width that fits; 0: not even one layer.
   std::uint64_t parameters = 0;
-  std::uint64_t batch = 0;  // Of the model as it was given; 0: not even one sequence.
+  std::uint64_t batch = 0;  // The largest of the model as it was given; 0: not even one sequence.
 };
 
 // The largest number of 1 to `most` for which `holds` is true; 0 if it is false for 1.

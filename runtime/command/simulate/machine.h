@@ -31,7 +31,7 @@ struct DeviceDescription {
 struct LinkDescription {
   std::string name;
   int ranks = 0;
-  double bytes_per_second = 0;  // Of one link, each way, as collectives reach it.
+  double bytes_per_second = 0;  // One link, each way, as collectives reach it.
   int ranks_per_link = 1;
   double latency_seconds = 0;
   double message_seconds = 0;

@@ -48,11 +48,11 @@ struct SimulationResult {
   std::uint64_t tokens_per_step = 0;  // All ranks.
   double model_flops = 0;             // A rank's in a step, without recomputation,
   double hardware_flops = 0;          // and with it.
-  double peak_flops = 0;              // Of the device, a second.
+  double peak_flops = 0;              // The device, a second.
   std::vector<SimulatedTime> times;   // They add up to the step.
   std::uint64_t parameters = 0;       // The whole model's.
   EngineStatistics statistics;
-  std::uint64_t sent_bytes_per_step = 0;  // Of the data-parallel ranks.
+  std::uint64_t sent_bytes_per_step = 0;  // To the data-parallel ranks.
   std::uint64_t device_bytes = 0;         // The budget.
   std::uint64_t host_memory_bytes = 0;    // A rank's share of its host.
   std::vector<Timeline::Span> spans;
