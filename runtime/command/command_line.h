@@ -41,6 +41,7 @@ Status write_standard_output(const std::string& text);
 // for bad input, kFailed where the rest is said.
 using Action = std::function<int()>;
 void add_bench_tiers_command(CLI::App& app, Action& action);  // 1: this machine cannot be measured.
+void add_compare_command(CLI::App& app, Action& action);      // 1: no setting fits.
 void add_devices_command(CLI::App& app, Action& action);
 void add_explain_command(CLI::App& app, Action& action);
 void add_plan_command(CLI::App& app, Action& action);      // 1: the plan does not fit.

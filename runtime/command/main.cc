@@ -54,6 +54,7 @@ int run(std::vector<std::string> arguments) {
   add_devices_command(app, action);
   add_plan_command(app, action);
   add_simulate_command(app, action);
+  add_compare_command(app, action);
   add_report_command(app, action);
   add_replay_command(app, action);
   add_explain_command(app, action);
