@@ -42,11 +42,12 @@ TableRow row_of(const Setting& setting, const ComparisonText& text) {
 std::string rows_text(const Comparison& comparison, const std::vector<std::size_t>& indices, std::size_t most,
                       const ComparisonText& text) {
   std::string lines;
+  const TableRow head = head_of(text);
   for (std::size_t i = 0; i < std::min(most, indices.size()); ++i) {
     const Setting& setting = comparison.settings[indices[i]];
     const TableRow row = row_of(setting, text);
     lines += "  " + row[0] + "\n   ";
-    for (std::size_t c = 1; c < row.size(); ++c) lines += (c == 1 ? " " : ", ") + row[c];
+    for (std::size_t c = 1; c < row.size(); ++c) lines += (c == 1 ? " " : ", ") + head[c] + " " + row[c];
     lines += "\n";
   }
   return lines;

@@ -80,8 +80,9 @@ TEST(Comparison, TheBestSettingIsThatOfAnExhaustiveSweep) {
   };
   const char* const clusters[] = {"dgx-2", "dgx-a100", "dgx-h100"};
   for (int pair = 0; pair < 20; ++pair) {
-    const ComparisonRequest request = request_of(pick(1, 2, 4), pick(512, 1024, 4096),
-                                                 static_cast<int>(pick(2, 8, 32)), clusters[random() % 3]);
+    ComparisonRequest request = request_of(pick(1, 2), pick(512, 1024, 4096),
+                                           static_cast<int>(pick(2, 8, 32)), clusters[random() % 3]);
+    request.choices.batches = {pick(1, 2)};
     const Comparison comparison = value_or_throw(compare_settings(request));
     const Setting& named = comparison.settings[best_first(comparison, Objective::kTime).front()];
     double best = 1e300;
