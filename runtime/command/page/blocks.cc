@@ -330,7 +330,12 @@ class Map {
     if (block.order != 0) text += ", allocation " + std::to_string(block.order);
     if (block.state == PageBlockState::kPending) text += ", waiting for its stream";
     if (block.server != PreloadServer::kArena) text += std::string(", ") + preload_server_text(block.server);
+    if (!holder_of(block).empty()) text += ", " + html_text(holder_of(block));
     return text;
+  }
+
+  const std::string& holder_of(const PageBlock& block) const {
+    return moment_.holders[block.holder < moment_.holders.size() ? block.holder : 0];
   }
 
   std::string pieces_table() const {
@@ -350,13 +355,21 @@ class Map {
   }
 
   // Per piece: begin, width, address, bytes, blocks, free bytes; and of a block alone its stream, state,
-  // order and server.
+  // order, server and, if it is known, its holder.
   std::string data() const {
     std::string text = "<script type=\"application/json\">{\"rowWidth\":" + std::to_string(kRowWidth) +
                        ",\"rowHeight\":" + std::to_string(kRowHeight) +
                        ",\"barHeight\":" + std::to_string(kBarHeight) + ",\"servers\":[";
     for (std::size_t i = 0; i < kPreloadServerCount; ++i) {
       text += std::string(i == 0 ? "\"" : ",\"") + preload_server_text(static_cast<PreloadServer>(i)) + "\"";
+    }
+    std::map<std::uint32_t, std::size_t> holders;  // By PageBlock::holder: its place in the list.
+    text += "],\"holders\":[";
+    for (const Piece& piece : pieces_) {
+      const PageBlock& block = blocks_[piece.first];
+      if (piece.count != 1 || is_free(block) || holder_of(block).empty()) continue;
+      if (!holders.emplace(block.holder, holders.size()).second) continue;
+      text += (holders.size() > 1 ? "," : "") + script_text(holder_of(block));
     }
     text += "],\"pieces\":[";
     for (const Piece& piece : pieces_) {
@@ -370,6 +383,8 @@ class Map {
         text += ",\"" + stream_text(block.stream) + "\"," +
                 (block.state == PageBlockState::kPending ? "1" : "0") + "," + std::to_string(block.order) +
                 "," + std::to_string(static_cast<unsigned>(block.server));
+        const auto holder = holders.find(block.holder);
+        if (holder != holders.end()) text += "," + std::to_string(holder->second);
       }
       text += "]";
     }

@@ -41,8 +41,12 @@ std::string anchor(std::size_t place) {
 }
 
 std::string identity(const PageProcess& process) {
-  return "process " + std::to_string(process.process) + ", device " + std::to_string(process.device) +
-         (process.mode.empty() ? "" : ", " + html_text(process.mode));
+  std::string text;
+  const auto add = [&text](const std::string& part) { text += (text.empty() ? "" : ", ") + part; };
+  if (process.process) add("process " + std::to_string(*process.process));
+  if (process.device) add("device " + std::to_string(*process.device));
+  if (!process.mode.empty()) add(html_text(process.mode));
+  return text;
 }
 
 std::string process_row(const PageProcess& process, std::size_t place) {
@@ -51,8 +55,8 @@ std::string process_row(const PageProcess& process, std::size_t place) {
   text += place < kPageProcesses ? "<a href=\"#" + anchor(place) + "\">" + name + "</a>" : name;
   const auto cell = [&](const std::string& value) { text += "<td class=\"n\">" + value + "</td>"; };
   text += "</th>";
-  cell(std::to_string(process.process));
-  cell(std::to_string(process.device));
+  cell(process.process ? std::to_string(*process.process) : "");
+  cell(process.device ? std::to_string(*process.device) : "");
   text += "<td>" + html_text(process.mode) + "</td>";
   cell(format_bytes(process.peak_requested_bytes));
   cell(format_bytes(process.peak_reserved_bytes));

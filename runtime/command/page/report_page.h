@@ -25,7 +25,9 @@ enum class PageEvent : std::uint8_t {
 
 // The state after an event, in the order of the events.
 struct PagePoint {
-  std::uint64_t time_ns = 0;  // Since the process's first event. All 0: not known; the page counts events.
+  // Since the process's first event. All 0: not known; the page counts the points. With
+  // PageProcess::counts_events it is the number of the event.
+  std::uint64_t time_ns = 0;
   std::uint64_t requested_bytes = 0;  // Live, as requested.
   std::uint64_t reserved_bytes = 0;   // Taken from the device.
   std::uint64_t bytes = 0;            // Requested or freed by this event.
@@ -43,7 +45,8 @@ struct PageBlock {
   std::uint64_t bytes = 0;
   // Its number in the events (allocator/preload/events.h), or a handle's value. Ignored for a free block.
   std::uint64_t stream = 0;
-  std::uint64_t order = 0;  // Number of the allocation in the process, from 1; 0: not known.
+  std::uint64_t order = 0;   // Number of the allocation in the process, from 1; 0: not known.
+  std::uint32_t holder = 0;  // Into PageMoment::holders.
   PreloadServer server = PreloadServer::kArena;
   PageBlockState state = PageBlockState::kLive;
 };
@@ -55,7 +58,8 @@ struct PageMoment {
   std::uint64_t asked_bytes = 0;  // Size of the refused request; 0: none was refused.
   std::uint64_t requested_bytes = 0;
   std::uint64_t reserved_bytes = 0;
-  std::vector<PageBlock> blocks;  // In any order.
+  std::vector<PageBlock> blocks;         // In any order.
+  std::vector<std::string> holders{""};  // Source lines, or whatever names a holder; 0 is "not known".
 };
 
 // A holder of memory at the peak: a stream, a size, a source line.
@@ -73,9 +77,9 @@ struct PageFigure {
 
 // One per process and device.
 struct PageProcess {
-  std::string name;  // The command, or "rank 3".
-  int process = 0;
-  int device = 0;
+  std::string name;            // The command, or "rank 3".
+  std::optional<int> process;  // Its number.
+  std::optional<int> device;
   std::string mode;  // "arena, tensors".
   std::uint64_t peak_requested_bytes = 0;
   std::uint64_t peak_reserved_bytes = 0;
@@ -85,6 +89,7 @@ struct PageProcess {
   std::vector<PageFigure> figures;
   std::vector<std::string> lines;  // Fragmentation and its reasons, a sentence or two each.
   std::vector<PagePoint> points;   // Any number; the page samples them and keeps the peaks.
+  bool counts_events = false;      // No times are known: PagePoint::time_ns counts events.
   std::vector<PageMoment> moments;
   std::vector<PageHolder> holders;  // Largest first.
 

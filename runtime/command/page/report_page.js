@@ -136,13 +136,14 @@
     }
 
     function show(i) {
-      const [begin, width, address, size, count, free, stream, pending, order, server] = pieces[i];
+      const [begin, width, address, size, count, free, stream, pending, order, server, holder] = pieces[i];
       cursor.setAttribute("d", outline(begin, width));
       if (count === 0) return `${bytes(size)} of addresses from ${address} on that no block has.`;
       if (count > 1) return `${count} blocks from ${address} on, ${bytes(size)} in all, ${bytes(free)} of it free.`;
       if (stream === undefined) return `${bytes(size)} free at ${address}.`;
       return `${bytes(size)} at ${address}, ${stream}` + (order ? `, allocation ${order}` : "") +
-        (pending ? ", freed and waiting for its stream" : "") + (server ? `, ${data.servers[server]}` : "") + ".";
+        (pending ? ", freed and waiting for its stream" : "") + (server ? `, ${data.servers[server]}` : "") +
+        (holder === undefined ? "" : `, ${data.holders[holder]}`) + ".";
     }
 
     steer(figure, pieces.length, show, (key, i) => ({

@@ -6,30 +6,51 @@
 
 namespace forebay {
 
-std::string html_text(std::string_view text) {
-  std::string html;
-  html.reserve(text.size());
+namespace {
+
+// Each character of the text, or `instead(character)` where that is not empty.
+template <typename Instead>
+std::string escaped(std::string_view text, Instead instead) {
+  std::string result;
+  result.reserve(text.size());
   while (!text.empty()) {
     std::uint32_t character = 0;
     const std::size_t length = utf8_length(text, &character);
     if (length == 0 || (is_invisible(character) && character != '\n' && character != '\t')) {
-      html += "\xEF\xBF\xBD";  // U+FFFD.
-    } else if (character == '&') {
-      html += "&amp;";
-    } else if (character == '<') {
-      html += "&lt;";
-    } else if (character == '>') {
-      html += "&gt;";
-    } else if (character == '"') {
-      html += "&quot;";
-    } else if (character == '\'') {
-      html += "&#39;";
+      result += "\xEF\xBF\xBD";  // U+FFFD.
+    } else if (const std::string_view other = instead(character); !other.empty()) {
+      result += other;
     } else {
-      html += text.substr(0, length);
+      result += text.substr(0, length);
     }
     text.remove_prefix(length == 0 ? 1 : length);
   }
-  return html;
+  return result;
+}
+
+}  // namespace
+
+std::string html_text(std::string_view text) {
+  return escaped(text, [](std::uint32_t character) -> std::string_view {
+    if (character == '&') return "&amp;";
+    if (character == '<') return "&lt;";
+    if (character == '>') return "&gt;";
+    if (character == '"') return "&quot;";
+    if (character == '\'') return "&#39;";
+    return {};
+  });
+}
+
+std::string script_text(std::string_view text) {
+  const auto instead = [](std::uint32_t character) -> std::string_view {
+    if (character == '<') return "\\u003c";
+    if (character == '"') return "\\\"";
+    if (character == '\\') return "\\\\";
+    if (character == '\n') return "\\n";
+    if (character == '\t') return "\\t";
+    return {};
+  };
+  return "\"" + escaped(text, instead) + "\"";
 }
 
 std::string time_text(std::uint64_t ns) {

@@ -11,6 +11,9 @@ namespace forebay {
 // that change the direction of writing become U+FFFD.
 std::string html_text(std::string_view text);
 
+// The text as a JSON string that may stand inside a <script> element. Other characters as html_text.
+std::string script_text(std::string_view text);
+
 // "850 ns", "12.50 s", "3 min 20 s".
 std::string time_text(std::uint64_t ns);
 

@@ -21,10 +21,11 @@ constexpr std::size_t kTimeTicks = 5;
 // A limit further above the peak than this is told and not drawn: it would press all else to the ground.
 constexpr double kLimitDrawn = 1.5;
 
-// When each point was: nanoseconds, or its number where no times are known. Never falling.
+// When each point was: nanoseconds, or the number of its event where no times are known. Never falling.
 class TimeAxis {
  public:
-  explicit TimeAxis(const std::vector<PagePoint>& points) {
+  explicit TimeAxis(const std::vector<PagePoint>& points, bool counts_events = false)
+      : counts_events_(counts_events) {
     times_.reserve(points.size());
     std::uint64_t latest = 0;
     for (const PagePoint& point : points) times_.push_back(latest = std::max(latest, point.time_ns));
@@ -49,7 +50,7 @@ class TimeAxis {
   double share(std::uint64_t time) const { return static_cast<double>(time) / static_cast<double>(end()); }
 
   std::vector<std::uint64_t> times_;
-  bool counts_events_ = false;
+  bool counts_events_;
 };
 
 std::size_t highest(const std::vector<PagePoint>& points, std::uint64_t PagePoint::*bytes) {
@@ -92,7 +93,7 @@ class Drawing {
   explicit Drawing(const PageProcess& process)
       : process_(process),
         points_(process.points),
-        axis_(process.points),
+        axis_(process.points, process.counts_events),
         kept_(timeline_sample(process.points)),
         refusals_(refusals_of(process.points)) {
     const PagePoint& top = points_[highest(points_, &PagePoint::reserved_bytes)];

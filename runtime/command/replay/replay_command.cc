@@ -10,8 +10,11 @@
 #include "forebay/text.h"
 #include "forebay/units.h"
 #include "runtime/command/command_line.h"
+#include "runtime/command/page/text.h"
 #include "runtime/command/replay/replay_report.h"
+#include "runtime/command/replay/trace_page.h"
 #include "runtime/command/replay/trace_replay.h"
+#include "runtime/command/run/output_file.h"
 #include "runtime/command/terminal_line.h"
 #include "runtime/command/traces/allocation_trace.h"
 
@@ -20,9 +23,6 @@ namespace {
 
 constexpr int kIncomplete = 1;
 constexpr int kPassLimit = 1000;
-// The assumed memory of a device that is not under pressure. The published figures of other allocators were
-// measured with it too.
-constexpr std::uint64_t kDefaultMemory = std::uint64_t{128} << 30;
 // One chunk of the model and host devices.
 constexpr std::uint64_t kLeastMemory = std::uint64_t{2} << 20;
 
@@ -34,6 +34,7 @@ struct ReplayArguments {
   bool baseline = false;
   bool minimum_capacity = false;
   bool json = false;
+  std::string report;  // A directory; empty: none.
   const CLI::Option* memory_option = nullptr;
 };
 
@@ -78,12 +79,8 @@ Result<ReplayDevice> read_device(const ReplayArguments& arguments) {
 }
 
 // A new one for each replay, so that no replay finds the memory of another.
-Result<std::unique_ptr<Backend>> make_backend(const ReplayDevice& device,
-                                              std::uint64_t peak_requested_bytes) {
-  const std::uint64_t memory_bytes =
-      device.memory_bytes != 0
-          ? device.memory_bytes
-          : std::max(kDefaultMemory, round_up(2 * peak_requested_bytes, std::uint64_t{2} << 20));
+Result<std::unique_ptr<Backend>> make_backend(const ReplayDevice& device, const AllocationTrace& trace) {
+  const std::uint64_t memory_bytes = device.memory_bytes != 0 ? device.memory_bytes : ample_memory(trace);
   const auto owned = [](auto made) -> Result<std::unique_ptr<Backend>> {
     if (!made.ok()) return made.status();
     return std::unique_ptr<Backend>(std::move(made).value());
@@ -106,8 +103,7 @@ Result<ReplayFigures> replay_one(const AllocationTrace& trace, const ReplayArgum
                                  const ReplayDevice& device, ReplayTarget target, TerminalLine& progress,
                                  ReplayReport* report) {
   const std::string by = trace.name + (target == ReplayTarget::kArena ? ": arena, " : ": baseline, ");
-  FOREBAY_ASSIGN_OR_RETURN(const std::unique_ptr<Backend> backend,
-                           make_backend(device, trace.peak_requested_bytes()));
+  FOREBAY_ASSIGN_OR_RETURN(const std::unique_ptr<Backend> backend, make_backend(device, trace));
   report->device = backend->capabilities().name;
   report->memory_bytes = backend->capabilities().memory_bytes;
   ReplayOptions options;
@@ -115,7 +111,7 @@ Result<ReplayFigures> replay_one(const AllocationTrace& trace, const ReplayArgum
   options.progress = [&](int pass, std::size_t event_count) {
     if (event_count != 0 && !progress.due()) return;
     progress.show(by + "pass " + std::to_string(pass) + " of " + std::to_string(arguments.passes) + ": " +
-                  std::to_string(100 * event_count / trace.events.size()) + " %");
+                  share_text(trace, event_count));
   };
   ReplayFigures figures;
   FOREBAY_ASSIGN_OR_RETURN(figures.result, replay_trace(trace, *backend, target, options));
@@ -128,6 +124,31 @@ Result<ReplayFigures> replay_one(const AllocationTrace& trace, const ReplayArgum
                              }));
   }
   return figures;
+}
+
+Result<PageProcess> replay_page(const AllocationTrace& trace, const ReplayReport& report,
+                                const ReplayDevice& device, TerminalLine& progress) {
+  FOREBAY_ASSIGN_OR_RETURN(const std::unique_ptr<Backend> backend, make_backend(device, trace));
+  FOREBAY_ASSIGN_OR_RETURN(PageProcess page, trace_page(trace, *backend, [&](std::size_t event_count) {
+                             if (progress.due())
+                               progress.show(trace.name + ": page, " + share_text(trace, event_count));
+                           }));
+  const ReplayFigures& arena = report.arena;
+  if (device.memory_bytes != 0) page.capacity_bytes = device.memory_bytes;
+  if (arena.result.completed) {
+    page.figures.push_back(
+        {"Fragmentation of the last repeat", percent_text(arena.result.last_fragmentation())});
+  }
+  page.figures.push_back(
+      {"Driver calls of the first pass", std::to_string(arena.result.first_pass_calls.total())});
+  if (arena.result.steady_calls) {
+    page.figures.push_back(
+        {"Driver calls of a steady pass", format_text("%.1f", *arena.result.steady_calls)});
+  }
+  if (arena.minimum_capacity_bytes) {
+    page.figures.push_back({"Smallest sufficient capacity", format_bytes(*arena.minimum_capacity_bytes)});
+  }
+  return page;
 }
 
 Result<ReplayReport> replay(const AllocationTrace& trace, const ReplayArguments& arguments,
@@ -158,8 +179,12 @@ int play(const ReplayArguments& arguments) {
   };
   const Result<ReplayDevice> device = read_device(arguments);
   if (!device.ok()) return failed(device.status());
+  if (!arguments.report.empty()) {
+    if (const Status made = make_report_directory(arguments.report); !made.ok()) return failed(made);
+  }
   const double cycle_ns = measure_cycle_ns();
   std::vector<ReplayReport> reports;
+  ReportPage page{.title = "forebay replay", .lines = {}, .processes = {}};
   int exit_code = 0;
   {
     TerminalLine progress;
@@ -179,9 +204,21 @@ int play(const ReplayArguments& arguments) {
           return failed(report.status());
         }
         if (!report.value().arena.result.completed) exit_code = std::max(exit_code, kIncomplete);
+        if (!arguments.report.empty()) {
+          Result<PageProcess> process = replay_page(trace, report.value(), device.value(), progress);
+          if (!process.ok()) {
+            progress.show("");
+            return failed(process.status());
+          }
+          page.processes.push_back(std::move(process).value());
+        }
         reports.push_back(std::move(report).value());
       }
     }
+  }
+  if (!arguments.report.empty()) {
+    const Status drawn = write_run_text(arguments.report + "/" + kReportPage, report_page(page));
+    if (!drawn.ok()) return failed(drawn);
   }
   const std::string text = arguments.json ? replay_json(reports) : replay_text(reports);
   const Status written = write_standard_output(text);
@@ -229,6 +266,9 @@ void add_replay_command(CLI::App& app, Action& action) {
   command->add_flag("--minimum-capacity", a.minimum_capacity,
                     "Search the smallest device, in steps of 2 MiB, on which each trace completes once (on "
                     "the model device; completing need not be monotone in the capacity)");
+  add_value(*command, "--report", a.report, "DIR",
+            "Draw DIR/report.html: memory over time, the blocks at the peak with their holders, and the "
+            "baseline beside the arena");
   command->add_flag("--json", a.json, "Print JSON; driver_calls are those of the first pass");
   command->footer(
       "Columns: frag % and last %: fragmentation of the first pass and of the last repeat, 1 - peak "

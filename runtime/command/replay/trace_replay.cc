@@ -1,5 +1,3 @@
-#include "runtime/command/replay/trace_replay.h"
-
 #include <malloc.h>
 #include <sys/prctl.h>
 #include <unistd.h>
@@ -15,6 +13,7 @@
 #include "forebay/model_backend.h"
 #include "forebay/units.h"
 #include "runtime/command/replay/baseline_allocator.h"
+#include "runtime/command/replay/trace_replay.h"
 
 namespace forebay {
 namespace {
@@ -219,10 +218,13 @@ class MallocPlayer {
 // Events between two words about progress: a moment where each of them misses.
 constexpr std::size_t kProgressEvents = 4096;
 
+using Watch = std::function<void(const TraceEvent& event, std::byte* address)>;
+
 // One pass. Returns the event at which it stopped, or the number of events. Blocks live at the end are freed.
 template <typename Player>
 std::size_t play(const AllocationTrace& trace, Player& player, std::vector<std::byte*>& addresses,
-                 PassSamples* samples, const std::function<void(std::size_t event_count)>& progress) {
+                 PassSamples* samples, const std::function<void(std::size_t event_count)>& progress,
+                 const Watch& watch = {}) {
   const auto timed = [&](Samples PassSamples::*kind, const auto& call) {
     if (samples == nullptr) return call();
     const std::uint64_t calls = player.driver_call_count();
@@ -236,7 +238,12 @@ std::size_t play(const AllocationTrace& trace, Player& player, std::vector<std::
     if (i % kProgressEvents == 0 && progress) progress(i);
     const TraceEvent& event = trace.events[i];
     std::byte*& address = addresses[event.block];
+    if (watch && trace.blocks[event.block].failed) {
+      watch(event, nullptr);
+      continue;
+    }
     if (event.is_free) {
+      if (watch) watch(event, address);
       timed(&PassSamples::free, [&] { player.free(address, event.stream); });
       address = nullptr;
       continue;
@@ -244,6 +251,7 @@ std::size_t play(const AllocationTrace& trace, Player& player, std::vector<std::
     const std::uint64_t bytes = trace.blocks[event.block].bytes;
     timed(&PassSamples::allocate, [&] { address = player.allocate(bytes, event.stream); });
     if (address == nullptr) break;
+    if (watch) watch(event, address);
   }
   for (std::size_t block = 0; block < addresses.size(); ++block) {
     if (addresses[block] == nullptr) continue;
@@ -273,7 +281,14 @@ Result<ReplayResult> replay_with(const AllocationTrace& trace, Backend& backend,
     const std::uint64_t calls_before = counting.call_count();
     std::function<void(std::size_t)> progress;
     if (options.progress) progress = [&](std::size_t event_count) { options.progress(pass, event_count); };
-    const std::size_t stopped = play(trace, player, addresses, options.timed ? &samples : nullptr, progress);
+    Watch watch;
+    if (options.watch && pass == 1) {
+      watch = [&](const TraceEvent& event, std::byte* address) {
+        options.watch(event, address, counting.held_bytes());
+      };
+    }
+    const std::size_t stopped =
+        play(trace, player, addresses, options.timed ? &samples : nullptr, progress, watch);
     result.pass_calls.push_back(counting.call_count() - calls_before);
     result.last_peak_physical_bytes = counting.peak_held_bytes();
     if (pass == 1) {
@@ -351,9 +366,17 @@ std::optional<ReplayTimes> replay_malloc(const AllocationTrace& trace, int passe
 #endif
 }
 
+std::uint64_t ample_memory(const AllocationTrace& trace) {
+  return std::max<std::uint64_t>(128_GiB, round_up(2 * trace.peak_requested_bytes(), 2_MiB));
+}
+
+std::string share_text(const AllocationTrace& trace, std::size_t event_count) {
+  return std::to_string(100 * event_count / std::max<std::size_t>(trace.events.size(), 1)) + " %";
+}
+
 std::string probe_text(const CapacityProbe& probe, const AllocationTrace& trace) {
   return "probe " + std::to_string(probe.number) + ", " + format_bytes(probe.capacity_bytes) + ": " +
-         std::to_string(100 * probe.event_count / std::max<std::size_t>(trace.events.size(), 1)) + " %";
+         share_text(trace, probe.event_count);
 }
 
 Result<std::optional<std::uint64_t>> find_minimum_capacity(
@@ -368,7 +391,7 @@ Result<std::optional<std::uint64_t>> find_minimum_capacity(
     options.memory_bytes = steps * step;
     ++probe.number;
     probe.capacity_bytes = options.memory_bytes;
-    ReplayOptions replay_options{.passes = 1, .timed = false, .progress = {}};
+    ReplayOptions replay_options{.passes = 1, .timed = false};
     if (progress) {
       replay_options.progress = [&](int, std::size_t event_count) {
         probe.event_count = event_count;

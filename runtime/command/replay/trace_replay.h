@@ -23,7 +23,11 @@ struct ReplayOptions {
   bool timed = true;  // Measure every call.
   // Called before each pass (numbered from 1) and after every few thousand events with the number of events
   // played; null: no progress is reported.
-  std::function<void(int pass, std::size_t event_count)> progress;
+  std::function<void(int pass, std::size_t event_count)> progress{};
+  // Called after each allocation and before each free of the first pass with the block's address and the
+  // bytes taken from the device. Requests that failed when they were recorded are not made then, and their
+  // address is null.
+  std::function<void(const TraceEvent& event, DevicePtr address, std::uint64_t held_bytes)> watch{};
 };
 
 // Nanoseconds per call, without the timer's own cost.
@@ -71,6 +75,13 @@ Result<ReplayResult> replay_trace(const AllocationTrace& trace, Backend& backend
 // as leave the machine most of its memory. Empty if that is no pass, if malloc refuses, and if the allocator
 // is a sanitizer's, which would really take the memory.
 std::optional<ReplayTimes> replay_malloc(const AllocationTrace& trace, int passes);
+
+// The memory of a device that is not under pressure: 128 GiB, with which the published figures of other
+// allocators were measured, or twice the requested peak if that is more.
+std::uint64_t ample_memory(const AllocationTrace& trace);
+
+// "41 %" of the trace's events.
+std::string share_text(const AllocationTrace& trace, std::size_t event_count);
 
 // The progress of a search for the smallest capacity.
 struct CapacityProbe {

@@ -69,6 +69,22 @@ std::string place_of(const std::string& path) {
 
 }  // namespace
 
+Status make_report_directory(const std::string& directory) {
+  std::error_code error;
+  // Only the last directory is made: a missing parent is probably a misspelled path.
+  std::filesystem::create_directory(directory, error);
+  if (error) {
+    return {StatusCode::kIoError, "cannot make --report " + directory + ": " + error.message() +
+                                      "; name a directory in one that exists and can be written to"};
+  }
+  for (const char* file : {kReportSummary, kReportPage}) {
+    if (!std::filesystem::exists(directory + "/" + file, error)) continue;
+    return {StatusCode::kInvalidArgument,
+            "--report " + directory + " has a report already; name an empty directory"};
+  }
+  return {};
+}
+
 bool is_run_stream(const std::string& path) {
   // Other processes write to standard output too, whether it is a file or a pipe.
   for (const char* place : {"/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/"}) {

@@ -22,6 +22,12 @@ Status write_run_file(const std::string& path, const std::function<Status(int fi
 // The same with a text.
 Status write_run_text(const std::string& path, const std::string& text);
 
+// Makes the directory of `--report`, if it does not exist. Errors: kInvalidArgument if it already contains a
+// report; kIoError.
+Status make_report_directory(const std::string& directory);
+inline constexpr char kReportSummary[] = "summary.txt";
+inline constexpr char kReportPage[] = "report.html";
+
 // Overwrites a file in place: on a full disk that works as long as the text is no longer than a block.
 // Errors: kIoError.
 Status overwrite_run_text(const std::string& path, const std::string& text);

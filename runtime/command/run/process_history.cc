@@ -218,7 +218,7 @@ std::optional<std::uint64_t> baseline_bytes(const ProcessHistory& history) {
   if (!backend.ok()) return std::nullopt;
   const Result<ReplayResult> result =
       replay_trace(trace, *backend.value(), ReplayTarget::kBaseline,
-                   ReplayOptions{.passes = 1, .timed = false, .progress = {}});
+                   ReplayOptions{.passes = 1, .timed = false, .progress = {}, .watch = {}});
   if (!result.ok() || !result.value().completed) return std::nullopt;
   return result.value().peak_physical_bytes;
 }

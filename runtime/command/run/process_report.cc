@@ -190,40 +190,12 @@ std::string dumped(const Json& json) {
 }
 
 PageProcess page_process(const Row& row) {
-  const ProcessHistory& history = *row.history;
-  const PreloadDeviceFigures& figures = history.figures;
-  PageProcess page;
-  page.name = row.process->record.rank >= 0 ? "rank " + std::to_string(row.process->record.rank)
-                                            : shown_text(row.process->record.program);
-  page.process = row.process->record.process;
-  page.device = figures.device;
-  page.mode = mode_text(row.process->record.mode);
-  page.peak_requested_bytes = figures.peak_requested_bytes;
-  page.peak_reserved_bytes = figures.peak_reserved_bytes;
-  page.out_of_memory_count = figures.refused;
-  if (figures.capacity_bytes != 0) page.capacity_bytes = figures.capacity_bytes;
-  page.baseline_reserved_bytes = history.baseline_reserved_bytes;
-  page.figures = {{"Allocations", std::to_string(figures.allocations)},
-                  {"Frees", std::to_string(figures.frees)},
-                  {"Live at the end", format_bytes(figures.requested_bytes)}};
-  page.lines.push_back(fragmentation_line(history));
-  for (std::string& line : limits_of(history)) page.lines.push_back(std::move(line));
-  page.points = history.points;
-  page.moments = history.moments;
-  for (PageMoment& one : page.moments) {
-    const std::vector<PageBlock> pieces = free_pieces(one.blocks, figures);
-    one.blocks.insert(one.blocks.end(), pieces.begin(), pieces.end());
-  }
-  if (figures.chunk_bytes != 0) {
-    page.lines.push_back(
-        "Free pieces are those in chunks that hold a block; the addresses of the arena's other chunks are "
-        "not known.");
-  }
-  if (const PageMoment* peak = history.moment(kPeakMoment)) {
-    for (const HistoryHolder& holder : holders_of(peak->blocks)) {
-      page.holders.push_back({holder_text(holder), holder.bytes, holder.count});
-    }
-  }
+  PageProcess page = history_page(*row.history);
+  const PreloadReport& record = row.process->record;
+  page.name = record.rank >= 0 ? "rank " + std::to_string(record.rank) : shown_text(record.program);
+  page.process = record.process;
+  page.device = row.history->figures.device;
+  page.mode = mode_text(record.mode);
   return page;
 }
 
@@ -386,6 +358,38 @@ std::string story_json(const RunStory& story) {
   }
   for (const ProcessReport& process : story.processes) json["processes"].push_back(process_object(process));
   return dumped(json);
+}
+
+PageProcess history_page(const ProcessHistory& history) {
+  const PreloadDeviceFigures& figures = history.figures;
+  PageProcess page;
+  page.peak_requested_bytes = figures.peak_requested_bytes;
+  page.peak_reserved_bytes = figures.peak_reserved_bytes;
+  page.out_of_memory_count = figures.refused;
+  if (figures.capacity_bytes != 0) page.capacity_bytes = figures.capacity_bytes;
+  page.baseline_reserved_bytes = history.baseline_reserved_bytes;
+  page.figures = {{"Allocations", std::to_string(figures.allocations)},
+                  {"Frees", std::to_string(figures.frees)},
+                  {"Live at the end", format_bytes(figures.requested_bytes)}};
+  page.lines.push_back(fragmentation_line(history));
+  for (std::string& line : limits_of(history)) page.lines.push_back(std::move(line));
+  page.points = history.points;
+  page.moments = history.moments;
+  for (PageMoment& one : page.moments) {
+    const std::vector<PageBlock> pieces = free_pieces(one.blocks, figures);
+    one.blocks.insert(one.blocks.end(), pieces.begin(), pieces.end());
+  }
+  if (figures.chunk_bytes != 0) {
+    page.lines.push_back(
+        "Free pieces are those in chunks that hold a block; the addresses of the arena's other chunks are "
+        "not known.");
+  }
+  if (const PageMoment* peak = history.moment(kPeakMoment)) {
+    for (const HistoryHolder& holder : holders_of(peak->blocks)) {
+      page.holders.push_back({holder_text(holder), holder.bytes, holder.count});
+    }
+  }
+  return page;
 }
 
 ReportPage story_page(const RunStory& story) {

@@ -44,6 +44,8 @@ std::vector<std::string> missing_lines(const RunStory& story);
 std::string story_text(const RunStory& story);
 std::string story_json(const RunStory& story);
 ReportPage story_page(const RunStory& story);
+// The page's part about one history. The caller adds the name, the process and the mode.
+PageProcess history_page(const ProcessHistory& history);
 // "rank 3, process 1234, cuda:0: ..."; empty if no process has allocated.
 std::string worst_line(const RunStory& story);
 

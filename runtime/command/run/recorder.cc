@@ -17,7 +17,6 @@
 namespace forebay {
 namespace {
 
-constexpr char kSummary[] = "summary";
 // The beginning of every snapshot of write_memory_snapshot: a dictionary and its first key.
 constexpr char kSnapshotBytes[] = "\x80\x02}X\x08\0\0\0segments";
 constexpr std::string_view kSnapshotBeginning(kSnapshotBytes, sizeof kSnapshotBytes - 1);
@@ -52,24 +51,12 @@ std::string with_middle(const std::string& file, const std::string& middle) {
 
 Status RunRecorder::open() {
   const RunOutputs& outputs = options_.outputs;
-  std::error_code error;
-  if (!outputs.report.empty()) {
-    // Only the last directory is made: a missing parent is probably a misspelled path.
-    std::filesystem::create_directory(outputs.report, error);
-    if (error) {
-      return {StatusCode::kIoError, "cannot make --report " + outputs.report + ": " + error.message() +
-                                        "; name a directory in one that exists and can be written to"};
-    }
-    if (std::filesystem::exists(outputs.report + "/" + kSummary + ".txt", error)) {
-      return {StatusCode::kInvalidArgument,
-              "--report " + outputs.report + " has a report of another run; name an empty directory"};
-    }
-  }
+  if (!outputs.report.empty()) FOREBAY_RETURN_IF_ERROR(make_report_directory(outputs.report));
   // Better now than after hours.
   FOREBAY_RETURN_IF_ERROR(check_files());
   if (!outputs.report.empty()) {
     FOREBAY_RETURN_IF_ERROR(
-        write_run_text(outputs.report + "/" + kSummary + ".txt",
+        write_run_text(outputs.report + "/" + kReportSummary,
                        shown_text(options_.command) + "\nthe run goes on, and nothing was reported yet\n"));
   }
   return {};
@@ -138,10 +125,10 @@ std::vector<std::string> RunRecorder::write_report(RunStory* story) {
     write(name + ".txt", process_text(process));
     write(name + ".json", process_json(process));
   }
-  const bool has_page = write(directory + "report.html", report_page(story_page(*story)));
-  write(directory + kSummary + ".json", story_json(*story));
+  const bool has_page = write(directory + kReportPage, report_page(story_page(*story)));
+  write(directory + "summary.json", story_json(*story));
   // Last: who finds it finds the rest.
-  const bool has_summary = write(directory + kSummary + ".txt", story_text(*story));
+  const bool has_summary = write(directory + kReportSummary, story_text(*story));
   is_complete_ = is_complete_ && story->not_written.empty();
   std::vector<std::string> lines = told_once(story->not_written);
   if (!has_summary) {
@@ -166,7 +153,7 @@ std::vector<std::string> RunRecorder::without_records(const std::string& state, 
 
 // Replaces the second line of the report, which states a state that is out of date.
 void RunRecorder::restate_report(const std::string& state) {
-  const std::string path = options_.outputs.report + "/" + kSummary + ".txt";
+  const std::string path = options_.outputs.report + "/" + kReportSummary;
   std::ifstream file(path, std::ios::binary);
   std::string command, old_state;
   if (!std::getline(file, command) || !std::getline(file, old_state)) return;

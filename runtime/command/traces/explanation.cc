@@ -162,6 +162,14 @@ std::string state_text(const AllocationTrace& trace) {
   return text;
 }
 
+std::string needs_text(const Explanation& explanation) {
+  const std::uint64_t peak = explanation.peak_requested_bytes;
+  return format_bytes(peak) + " at the peak; the smallest capacity is " +
+         capacity_text(explanation.arena_capacity_bytes, peak) + " under forebay's arena, " +
+         capacity_text(explanation.baseline_capacity_bytes, peak) + " under a caching baseline of ours" +
+         (explanation.capacity_bytes ? "; there were " + format_bytes(*explanation.capacity_bytes) : "");
+}
+
 constexpr char kAskForLess[] =
     "smaller batches, activation checkpointing, a higher ZeRO stage or an offloaded optimizer (`forebay "
     "plan` shows the bytes that each saves); begin with the first holder";
@@ -243,6 +251,11 @@ Result<Explanation> explain(const AllocationTrace& trace, const ExplainProgress&
   return explanation;
 }
 
+std::vector<std::string> explanation_lines(const AllocationTrace& trace, const Explanation& explanation) {
+  return {verdict_text(trace, explanation), "State: " + state_text(trace),
+          "Needs: " + needs_text(explanation), "Try: " + advice_text(trace, explanation)};
+}
+
 std::string explanation_text(const AllocationTrace& trace, const Explanation& explanation) {
   std::string text = shown_text(trace.name) + ": " + trace.format + ", " +
                      format_count(trace.events.size() - trace.warm_event_count, "event") + ", " +
@@ -272,13 +285,7 @@ std::string explanation_text(const AllocationTrace& trace, const Explanation& ex
   if (rest_count > 0) {
     text += "  " + format_bytes(rest_bytes) + " in " + format_count(rest_count, "other") + "\n";
   }
-  const std::uint64_t peak = explanation.peak_requested_bytes;
-  labelled(
-      "Needs:",
-      format_bytes(peak) + " at the peak; the smallest capacity is " +
-          capacity_text(explanation.arena_capacity_bytes, peak) + " under forebay's arena, " +
-          capacity_text(explanation.baseline_capacity_bytes, peak) + " under a caching baseline of ours" +
-          (explanation.capacity_bytes ? "; there were " + format_bytes(*explanation.capacity_bytes) : ""));
+  labelled("Needs:", needs_text(explanation));
   labelled("Try:", advice_text(trace, explanation));
   return text;
 }

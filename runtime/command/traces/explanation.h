@@ -47,7 +47,10 @@ using ExplainProgress = std::function<void(const char* allocator, const Capacity
 // find_minimum_capacity.
 Result<Explanation> explain(const AllocationTrace& trace, const ExplainProgress& progress);
 
-// About ten lines for a person.
+// The verdict, and the lines about the state, the needs and the remedy.
+std::vector<std::string> explanation_lines(const AllocationTrace& trace, const Explanation& explanation);
+
+// About ten lines for a person: the same, with the largest holders.
 std::string explanation_text(const AllocationTrace& trace, const Explanation& explanation);
 
 }  // namespace forebay

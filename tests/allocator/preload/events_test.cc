@@ -280,7 +280,7 @@ TEST(RunReportOfAProcess, InvalidOptionsAreRefusedBeforeTheCommandStarts) {
     return run.output;
   };
 
-  EXPECT_TRUE(has(refused({"--report", directory / "old"}), "has a report of another run"));
+  EXPECT_TRUE(has(refused({"--report", directory / "old"}), "has a report already"));
   EXPECT_TRUE(has(refused({"--trace", directory / "none/trace.txt"}), "none does not exist; make it first"));
   write_record(directory / "mine.txt", "of years");
   for (const char* option : {"--trace", "--snapshot"}) {

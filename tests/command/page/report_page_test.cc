@@ -44,6 +44,7 @@ PageProcess small_process() {
   PageProcess process;
   process.name = "python train.py";
   process.process = 4711;
+  process.device = 0;
   process.mode = "arena, tensors";
   process.peak_requested_bytes = 6_MiB;
   process.peak_reserved_bytes = 8_MiB;
@@ -121,6 +122,10 @@ PageProcess random_process(unsigned seed, std::size_t events, std::size_t blocks
 TEST(PageText, EscapesWhatHtmlWouldTakeForItself) {
   EXPECT_EQ(html_text("<script>alert('1' & \"2\")</script>"),
             "&lt;script&gt;alert(&#39;1&#39; &amp; &quot;2&quot;)&lt;/script&gt;");
+}
+
+TEST(PageText, AStringOfTheScriptEndsNoElement) {
+  EXPECT_EQ(script_text("</script> \"\\ \n\x01"), "\"\\u003c/script> \\\"\\\\ \\n\xEF\xBF\xBD\"");
 }
 
 TEST(PageText, ReplacesWhatCannotBeSeen) {
@@ -376,6 +381,37 @@ TEST(PageBlocks, AHundredThousandBlocksStayAPageOfReasonableSize) {
     const std::string html = report_page(page_of({process}));
     EXPECT_LT(html.size(), 2u << 20);
   }
+}
+
+TEST(PageBlocks, NamesTheHoldersOfBlocks) {
+  PageProcess process = small_process();
+  process.moments[0].holders = {"", "train.py:12 <lambda>", "nowhere"};
+  process.moments[0].blocks[0].holder = 1;
+  process.moments[0].blocks[2].holder = 77;  // None of the list.
+  const std::string html = report_page(page_of({process}));
+
+  EXPECT_NE(html.find("\"holders\":[\"train.py:12 \\u003clambda>\"]"), std::string::npos) << html;
+  EXPECT_NE(html.find("train.py:12 &lt;lambda&gt;</td>"), std::string::npos) << "beside a free piece";
+  EXPECT_EQ(html.find("nowhere"), std::string::npos);
+}
+
+TEST(PageTimeline, NamesEventsWhereNoTimesAreKnown) {
+  PageProcess process = small_process();
+  process.counts_events = true;
+  for (std::size_t i = 0; i < process.points.size(); ++i) process.points[i].time_ns = 100 * i;
+  const std::string html = report_page(page_of({process}));
+
+  EXPECT_NE(html.find("<span>event 400</span>"), std::string::npos) << html;
+  EXPECT_NE(html.find("Peak of requested memory, at event 100"), std::string::npos);
+}
+
+TEST(PageProcessName, LeavesOutNumbersThatAreNotKnown) {
+  PageProcess process = small_process();
+  process.process.reset();
+  process.device.reset();
+  const std::string html = report_page(page_of({process}));
+
+  EXPECT_NE(html.find("<p class=\"note\">arena, tensors</p>"), std::string::npos) << html;
 }
 
 // --- a browser ---

@@ -10,6 +10,7 @@
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <iterator>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <thread>
@@ -248,6 +249,63 @@ TEST_F(ReplayCommand, ExplainSaysInAFewLinesWhatHappened) {
             std::string::npos)
       << snapshot.output;
   EXPECT_NE(snapshot.output.find("train.py:33 forward"), std::string::npos) << snapshot.output;
+}
+
+std::string read_file(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+void expect_page(const std::string& page, const std::string& text) {
+  EXPECT_NE(page.find(text), std::string::npos) << "missing: " << text << "\n" << page;
+}
+
+TEST_F(ReplayCommand, ExplainDrawsThePageOfADeadJob) {
+  const std::string snapshot = std::string(FOREBAY_FUZZ_CORPUS) + "/pickle/fragmented-p4.pickle";
+  const Finished run = forebay({"explain", snapshot, "--report", directory_ / "report"});
+
+  ASSERT_EQ(run.exit_code, 0) << run.output;
+  const std::string page = read_file(directory_ / "report/report.html");
+  expect_page(page, "FRAGMENTATION: 15.00 MiB failed although 24.00 MiB were free");
+  expect_page(page, "Memory over time");
+  expect_page(page, "event 0");
+  expect_page(page, "Blocks at the peak, event ");
+  expect_page(page, "Blocks at the first out-of-memory of the recording (15.00 MiB asked for), event ");
+  expect_page(page, "Holders of memory at the peak");
+  expect_page(page, "train.py:33 forward");
+  expect_page(page, "A caching allocator would reserve");
+  expect_page(page, "fragmented-p4.pickle");
+}
+
+TEST_F(ReplayCommand, ReplayDrawsThePageOfEveryTrace) {
+  const std::string small = write("small.trace", kTrace);
+  const std::string other = write("other.trace", "a 0 1048576 0\na 1 3145728 9\nf 0\n");
+  const Finished run =
+      forebay({"replay", small, other, "--memory", "1GiB", "--report", directory_ / "report"});
+
+  ASSERT_EQ(run.exit_code, 0) << run.output;
+  EXPECT_NE(run.output.find("small.trace"), std::string::npos) << "the tables are printed too";
+  const std::string page = read_file(directory_ / "report/report.html");
+  expect_page(page, "small.trace");
+  expect_page(page, "other.trace");
+  expect_page(page, "Peak requested</dt><dd>37.00 MiB");  // 4 + 32 + 1.
+  expect_page(page, "There was</dt><dd>1.00 GiB");
+  expect_page(page, "Driver calls of the first pass");
+  expect_page(page, "stream 3");
+}
+
+TEST_F(ReplayCommand, AReportIsNotWrittenOverAnother) {
+  const std::string small = write("small.trace", kTrace);
+  ASSERT_EQ(forebay({"explain", small, "--report", directory_ / "report"}).exit_code, 0);
+  for (const char* command : {"explain", "replay"}) {
+    const Finished again = forebay({command, small, "--report", directory_ / "report"});
+    EXPECT_EQ(again.exit_code, 2);
+    EXPECT_NE(again.output.find("has a report already; name an empty directory"), std::string::npos)
+        << again.output;
+    const Finished lost = forebay({command, small, "--report", directory_ / "no/such"});
+    EXPECT_EQ(lost.exit_code, 2);
+    EXPECT_NE(lost.output.find("cannot make --report"), std::string::npos) << lost.output;
+  }
 }
 
 }  // namespace
