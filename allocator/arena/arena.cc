@@ -13,7 +13,10 @@ namespace forebay {
 namespace internal {
 namespace {
 
-constexpr std::size_t kFirstSlabCount = 1024;
+// Descriptors made at a time. Larger: the request that makes them takes longer. Smaller: more requests do.
+constexpr std::size_t kSlabCount = 1024;
+// Cells of the first table of ranges, half as many ranges. A larger one is made under the lock.
+constexpr std::size_t kFirstCellCount = std::size_t{1} << 17;
 // With several streams, events are recorded and queried after this many frees, or at a miss. Smaller: more
 // calls. Larger: free neighbours stay apart longer, and fit worse.
 constexpr unsigned kUnsettledFreesMax = 128;
@@ -113,23 +116,28 @@ ChunkedArena::~ChunkedArena() {
 // Makes `count` descriptors available. Releases mutex_ meanwhile, so it comes before any look-up.
 bool ChunkedArena::make_ranges(Lock& lock, std::size_t count) {
   while (pool_.available() < count) {
-    const std::size_t slab_count = std::max({kFirstSlabCount, pool_.capacity(), count});
-    const std::size_t cell_count = std::bit_ceil(2 * (pool_.capacity() + slab_count));
+    const std::size_t slab_count = std::max(kSlabCount, count - pool_.available());
+    const std::size_t range_count = pool_.capacity() + slab_count;
+    std::size_t cell_count = std::max(ranges_.capacity(), kFirstCellCount);
+    while (cell_count < 2 * range_count) cell_count *= 4;
+    const bool needs_cells = cell_count > ranges_.capacity();
     lock.unlock();
     RangePool::Slab* slab = RangePool::make_slab(slab_count);
-    Range** cells = RangeTable::make_cells(cell_count);
+    Range** cells = needs_cells ? RangeTable::make_cells(cell_count) : nullptr;
     lock.lock();
+    const bool made = slab != nullptr && (cells != nullptr || !needs_cells);
     // If two threads come here, the later one's cells may be too few by now.
-    const bool made = slab != nullptr && cells != nullptr;
-    if (made && cell_count >= 2 * (pool_.capacity() + slab_count)) {
+    if (made && cells != nullptr && cell_count > ranges_.capacity()) cells = ranges_.adopt(cells, cell_count);
+    if (made && ranges_.capacity() >= 2 * (pool_.capacity() + slab_count)) {
       pool_.add(slab);
       slab = nullptr;
-      cells = ranges_.adopt(cells, cell_count);
     }
-    lock.unlock();
-    std::free(slab);
-    std::free(cells);
-    lock.lock();
+    if (slab != nullptr || cells != nullptr) {
+      lock.unlock();
+      std::free(slab);
+      std::free(cells);
+      lock.lock();
+    }
     if (!made) return false;
   }
   return true;
@@ -431,6 +439,8 @@ DevicePtr ChunkedArena::make_block(Range* range, std::size_t start, const Placem
   range->slack = placement.bytes - placement.asked_bytes;
   range->recorded = 0;
   if (!placement.fixed) {
+    if (noted_ != nullptr) [[unlikely]]
+      note_placement(placement, start);
     steps_.set_key(key);
     steps_.store(placement.bytes, start);
   }
@@ -501,6 +511,11 @@ void ChunkedArena::discharge(Tag tag, unsigned stream, std::size_t bytes, std::s
 bool ChunkedArena::worth_refining() const {
   if (refined_in_loop_ && total_.live_bytes == 0 && capturing_count_ == 0) return true;
   const std::size_t high_bytes = high_water();
+  // A run that is placed as an earlier one was has nothing to gain.
+  if (learned_ != nullptr && total_.reserved_bytes <= learned_->held_bytes &&
+      high_bytes >= learned_->peak_live_bytes - learned_->peak_live_bytes / kRefineAgain) {
+    return false;
+  }
   return !exact_growth_ && capturing_count_ == 0 &&
          high_bytes > refined_bytes_ + refined_bytes_ / kRefineAgain &&
          total_.reserved_bytes - slot_slack_bytes_ >
@@ -743,24 +758,27 @@ Result<DevicePtr> ChunkedArena::allocate(const AllocationRequest& request) {
     lock.unlock();
     return allocate_slowly(placement, 0);
   }
-  const std::size_t known = steps_.find(placement.bytes, total_.live_bytes,
-                                        std::uint64_t{placement.stream} << 4 | placement.region);
+  placement.known = steps_.find(placement.bytes, total_.live_bytes, placement.region);
   const std::uint64_t key = steps_.key();
   for (bool settled = stream_count_ <= 1;;) {
     // May have become false while mutex_ was released. The slow path then says why.
     if (!may_serve(placement.region) || !within_tag_limit(placement.tag, placement.bytes)) break;
     std::size_t missing_count = 0;
-    if (Range* range = recall(placement, known, &missing_count)) {
+    if (Range* range = recall(placement, placement.known, &missing_count)) {
       ++total_.recalled_count;
-      return make_block(range, known, placement, key);
+      return make_block(range, placement.known, placement, key);
     }
     if (missing_count != 0) {
       if (reserve_ranges(lock, missing_count)) continue;
       return no_books();
     }
+    if (learned_ != nullptr && placement.known != StepMemory::kUnknown &&
+        learned_and_missing(placement.known, placement.known + placement.bytes)) {
+      break;
+    }
     Range* range = find_free(placement, placement.region, kBinScanMax);
     const bool wanting =
-        range == nullptr || known != StepMemory::kUnknown || poor_fit(range, placement.bytes);
+        range == nullptr || placement.known != StepMemory::kUnknown || poor_fit(range, placement.bytes);
     if (wanting && !settled && unsettled_free_count_ > 0) {
       // A better range may wait for an event that has completed by now.
       settled = true;
@@ -926,6 +944,10 @@ Result<std::unique_ptr<Arena>> Arena::create(Backend& backend, const ArenaOption
                             capabilities.name, ": memory is taken in chunks of ", format_bytes(chunk_bytes),
                             "; raise limit_bytes");
   }
+  internal::LearnedPlacements learned;
+  if (!options.learned.empty()) {
+    FOREBAY_ASSIGN_OR_RETURN(learned, internal::LearnedPlacements::decode(options.learned));
+  }
   // Where addresses are scarce (a limit on virtual memory, a sanitizer) the default is halved, down to the
   // limit. A smaller range still holds all memory; only fragmentation needs more addresses.
   const bool chosen = options.reserve_bytes != 0;
@@ -961,6 +983,10 @@ Result<std::unique_ptr<Arena>> Arena::create(Backend& backend, const ArenaOption
   if (!arena->start()) {
     return Status(StatusCode::kOutOfMemory,
                   "cannot make an arena: the host has no memory left; free host memory");
+  }
+  if (!options.learned.empty()) {
+    FOREBAY_RETURN_IF_ERROR(learned.move_to(chunk_bytes, reserve_bytes, arena->transient_offset()));
+    arena->follow(std::move(learned));
   }
   return owner;
 }

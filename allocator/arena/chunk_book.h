@@ -29,6 +29,7 @@ struct PhysicalChunk {
   std::uint32_t next = kNone;           // The next spare, or the next unused entry.
   std::uint32_t previous = kNone;       // The previous spare.
   std::uint32_t owner = kNone;          // A hint: the mapping that owned its memory last. May be outdated.
+  std::uint32_t learned = kNone;        // The learnt chunk that it stands for.
   std::uint32_t stamp = 0;              // Scratch of a search.
   std::int8_t breakable = -1;           // Scratch of StitchSearch: not known, no, yes.
   bool held = false;                    // The entry is in use.
@@ -57,11 +58,14 @@ class EntryPool {
   std::size_t available() const noexcept { return available_; }
 
   // A leaf of kLeafCount entries, or null if the host has no memory.
-  static Entry* make_leaf() noexcept { return static_cast<Entry*>(std::malloc(kLeafCount * sizeof(Entry))); }
+  static Entry* make_leaf() noexcept {
+    auto* leaf = static_cast<Entry*>(std::malloc(kLeafCount * sizeof(Entry)));
+    for (std::size_t i = 0; leaf != nullptr && i < kLeafCount; ++i) new (leaf + i) Entry;
+    return leaf;
+  }
   static constexpr std::size_t kLeafCount = 4096;
   bool full() const noexcept { return leaf_count_ == kLeavesMax; }
   void add(Entry* leaf) noexcept {
-    for (std::size_t i = 0; i < kLeafCount; ++i) new (leaf + i) Entry;
     leaves_[leaf_count_++] = leaf;
     available_ += kLeafCount;
   }

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "allocator/arena/chunk_book.h"
+#include "allocator/arena/learned.h"
 #include "allocator/arena/range.h"
 #include "allocator/arena/size_bins.h"
 #include "allocator/arena/step_memory.h"
@@ -71,6 +72,7 @@ struct Placement {
   std::uint8_t region = kTransientRegion;
   Tag tag = 0;
   bool fixed = false;
+  std::size_t known = StepMemory::kUnknown;  // The offset of the same point of an earlier step.
 };
 
 // One stream that the arena has seen. Every free is stamped with the arena's epoch. An event recorded after
@@ -198,6 +200,8 @@ class ChunkedArena final : public Arena {
 
   // Allocates the first books. False if the host has no memory.
   bool start();
+  void follow(LearnedPlacements learned);
+  std::size_t transient_offset() const noexcept { return transient_offset_; }
 
   Result<DevicePtr> allocate(const AllocationRequest& request) override;
   Status free(DevicePtr block, Stream stream) override;
@@ -225,6 +229,8 @@ class ChunkedArena final : public Arena {
   std::string report() const override;
   MemorySnapshot snapshot() const override;
   std::size_t trim() override;
+  Status learn_begin() override;
+  Result<std::string> learn_end() override;
   std::size_t chunk_bytes() const noexcept override { return chunk_bytes_; }
 
  private:
@@ -337,6 +343,8 @@ class ChunkedArena final : public Arena {
   enum class Outcome : std::uint8_t;
   using Strategy = Outcome (ChunkedArena::*)(Miss& miss);
   static const Strategy kStrategies[];
+  Range* find_without_growth(Lock& lock, const Placement& placement);
+  Outcome serve_as_learned(Miss& miss);
   Outcome serve_from_free_range(Miss& miss);
   Outcome serve_from_adjacent_ranges(Miss& miss);
   Outcome serve_from_shown_memory(Miss& miss);
@@ -353,6 +361,15 @@ class ChunkedArena final : public Arena {
   Outcome stitch_again(Miss& miss);
   Result<DevicePtr> finish(Miss& miss, std::uint64_t key);
   bool reserve_books(Lock& lock, std::size_t bytes);
+
+  // Placements of an earlier run (arena/learned.cc).
+  void note_placement(const Placement& placement, std::size_t offset);
+  std::uint32_t learned_chunk(std::uint32_t learned) const;
+  bool learned_and_missing(std::size_t begin, std::size_t end) const;
+  Range* place_as_learned(Lock& lock, const Placement& placement);
+  bool map_as_learned(Lock& lock, const Placement& placement, std::size_t begin, std::size_t end);
+  bool map_learned_row(Lock& lock, const Placement& placement, std::size_t begin, std::size_t end,
+                       const std::vector<std::uint32_t>& chunks);
 
   // Stitching (arena/stitch.cc).
   struct StitchSearch;
@@ -488,6 +505,23 @@ class ChunkedArena final : public Arena {
   RangePool pool_;
   RangeTable ranges_;
   StepMemory steps_;
+  // Placements of an earlier run that are being followed, and the chunks that stand for its chunks.
+  struct Learned {
+    struct LearnedChunk {
+      std::size_t bytes = 0;
+      std::uint32_t index = kNone;  // Into chunks_, if its `learned` says so too.
+    };
+    std::vector<LearnedChunk> chunks;
+    std::vector<LearnedMapping> mappings;  // In the order of addresses.
+    std::size_t held_bytes = 0;            // The most memory to take for them.
+    std::size_t peak_live_bytes = 0;
+
+    std::size_t bytes_of(const LearnedMapping& mapping) const { return chunks[mapping.chunk].bytes; }
+    std::size_t end_of(const LearnedMapping& mapping) const { return mapping.offset + bytes_of(mapping); }
+    std::size_t mapping_at(std::size_t offset) const;
+  };
+  std::unique_ptr<Learned> learned_;
+  std::unique_ptr<std::vector<LearnedPlacement>> noted_;  // Since learn_begin; null: nothing is noted.
   struct FreeDeleter {
     void operator()(void* memory) const noexcept { std::free(memory); }
   };

@@ -317,6 +317,7 @@ void ChunkedArena::refine() {
   ++total_.refinement_count;
   give_back_all_free(lock);
   steps_.forget();
+  learned_.reset();
 }
 
 // Everything that is free goes back to the device. Both locks held; releases mutex_ meanwhile.

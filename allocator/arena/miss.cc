@@ -54,18 +54,28 @@ struct ChunkedArena::Miss {
 // Mapped memory comes before new memory, and the request's own region before the other one. New memory comes
 // before stitching only while little more is held than was ever live.
 const ChunkedArena::Strategy ChunkedArena::kStrategies[] = {
-    &ChunkedArena::serve_from_free_range,   &ChunkedArena::serve_from_adjacent_ranges,
-    &ChunkedArena::serve_from_shown_memory, &ChunkedArena::serve_by_growing_if_worthwhile,
-    &ChunkedArena::serve_from_other_region, &ChunkedArena::serve_from_memory_shown_by_both_regions,
-    &ChunkedArena::serve_by_stitching,      &ChunkedArena::serve_by_growing,
+    &ChunkedArena::serve_as_learned,
+    &ChunkedArena::serve_from_free_range,
+    &ChunkedArena::serve_from_adjacent_ranges,
+    &ChunkedArena::serve_from_shown_memory,
+    &ChunkedArena::serve_by_growing_if_worthwhile,
+    &ChunkedArena::serve_from_other_region,
+    &ChunkedArena::serve_from_memory_shown_by_both_regions,
+    &ChunkedArena::serve_by_stitching,
+    &ChunkedArena::serve_by_growing,
     &ChunkedArena::serve_by_evicting,
 };
 
 // Called without a lock.
 Result<DevicePtr> ChunkedArena::allocate_slowly(const Placement& placement, std::uint64_t key) {
   settle();
-  std::lock_guard growth(growth_mutex_);
   Lock lock(mutex_);
+  if (Range* range = find_without_growth(lock, placement)) {
+    return make_block(range, align_up(range->offset, placement.alignment), placement, key);
+  }
+  lock.unlock();
+  std::lock_guard growth(growth_mutex_);
+  lock.lock();
   if (!may_serve(placement.region)) {
     return Status(
         StatusCode::kUnavailable, "cannot allocate ", format_bytes(placement.bytes),
@@ -98,6 +108,19 @@ Result<DevicePtr> ChunkedArena::allocate_slowly(const Placement& placement, std:
   return out_of_memory("allocate", placement.bytes, placement.tag, placement, miss.device_full);
 }
 
+// A free range in no bin for a request that does not have to wait until another thread has mapped memory.
+// Null if there is none. mutex_ held; may release it meanwhile.
+Range* ChunkedArena::find_without_growth(Lock& lock, const Placement& placement) {
+  const bool elsewhere = placement.fixed || (learned_ != nullptr && placement.known != StepMemory::kUnknown);
+  if (elsewhere || !reserve_ranges(lock) || !may_serve(placement.region) ||
+      !within_tag_limit(placement.tag, placement.bytes)) {
+    return nullptr;
+  }
+  Range* range = find_free(placement, placement.region, kMissScanMax);
+  if (range != nullptr) take_free(range);
+  return range;
+}
+
 // Makes the block. Checks again the descriptors and the tag's limit, which other threads may have used up
 // while mutex_ was released. Both locks held; releases mutex_ when it fails.
 Result<DevicePtr> ChunkedArena::finish(Miss& miss, std::uint64_t key) {
@@ -112,6 +135,15 @@ Result<DevicePtr> ChunkedArena::finish(Miss& miss, std::uint64_t key) {
     return over_tag_limit("allocate", placement.bytes, placement.tag);
   }
   return make_block(miss.range, miss.start, placement, key);
+}
+
+// The addresses that an earlier run of the program had. May release mutex_ meanwhile.
+ChunkedArena::Outcome ChunkedArena::serve_as_learned(Miss& miss) {
+  if (learned_ == nullptr) return Outcome::kNext;
+  miss.range = place_as_learned(miss.lock, miss.placement);
+  miss.start = miss.placement.known;
+  if (miss.range != nullptr) return Outcome::kServed;
+  return reserve_books(miss.lock, miss.placement.bytes) ? Outcome::kNext : miss.fail(no_books());
 }
 
 // A free range of any size class, of more ranges than the hot path looks at.

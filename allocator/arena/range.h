@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
+#include <utility>
 
 #include "forebay/arena.h"
 
@@ -81,14 +82,23 @@ class RangePool {
   // Null when the host has no memory left.
   static Slab* make_slab(std::size_t count) noexcept {
     auto* slab = static_cast<Slab*>(std::aligned_alloc(alignof(Range), sizeof(Slab) + count * sizeof(Range)));
-    if (slab != nullptr) slab->count = count;
+    if (slab == nullptr) return nullptr;
+    slab->count = count;
+    Range* next = nullptr;
+    for (std::size_t i = count; i-- > 0;) {
+      Range* range = new (slab->ranges() + i) Range;
+      range->next = std::exchange(next, range);
+    }
     return slab;
   }
+  // Takes as long for any number of descriptors.
   void add(Slab* slab) noexcept {
     slab->next = slabs_;
     slabs_ = slab;
     capacity_ += slab->count;
-    for (std::size_t i = slab->count; i-- > 0;) give(new (slab->ranges() + i) Range);
+    available_ += slab->count;
+    slab->ranges()[slab->count - 1].next = free_;
+    free_ = slab->ranges();
   }
 
   std::size_t capacity() const noexcept { return capacity_; }

@@ -17,6 +17,8 @@ namespace forebay::internal {
 class StepMemory {
  public:
   static constexpr std::size_t kUnknown = SIZE_MAX;
+  // Requests of an earlier run that can be stored before the first one.
+  static constexpr std::size_t kLearnedMax = (std::size_t{1} << 18) - 1;
 
   StepMemory() noexcept = default;
   StepMemory(const StepMemory&) = delete;
@@ -36,12 +38,13 @@ class StepMemory {
     return true;
   }
 
-  // The offset at which the same point was placed before, or kUnknown. `who` stands for the request's stream
-  // and region. store follows if the request is served.
-  std::size_t find(std::size_t bytes, std::size_t live_bytes, std::uint64_t who) noexcept {
+  // The offset at which the same point was placed before, or kUnknown. `region`: the request's. Its stream
+  // does not count: a run may have other streams than the one whose placements were learnt. store follows if
+  // the request is served.
+  std::size_t find(std::size_t bytes, std::size_t live_bytes, std::uint64_t region) noexcept {
     // Nothing is live: the beginning of a step, independent of earlier requests.
     if (live_bytes == 0) recent_ = 0;
-    key_ = mix(recent_ ^ mix(bytes * 0x9E3779B97F4A7C15ull ^ live_bytes) ^ who << 56);
+    key_ = mix(recent_ ^ mix(bytes * 0x9E3779B97F4A7C15ull ^ live_bytes) ^ region << 56);
     if (live_bytes == 0) key_ &= ~kUnindexed;
     const bool followed = holds(cursor_);
     if (!followed || live_bytes == 0) {
@@ -101,7 +104,7 @@ class StepMemory {
     std::uint32_t position = 0;  // Its latest entry in the record.
   };
   // 4 and 1 MiB of memory. A step of more requests than the record holds is served by searching.
-  static constexpr std::size_t kRecordCount = std::size_t{1} << 18;
+  static constexpr std::size_t kRecordCount = kLearnedMax + 1;
   static constexpr std::size_t kIndexCount = std::size_t{1} << 17;
   static constexpr std::size_t kWays = 8;
   static constexpr std::uint32_t kNowhere = UINT32_MAX;

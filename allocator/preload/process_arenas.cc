@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "allocator/preload/event_log.h"
+#include "allocator/preload/learned_file.h"
 #include "allocator/preload/record.h"
 #include "forebay/log.h"
 #include "forebay/units.h"
@@ -89,6 +90,14 @@ ProcessArenas::Use ProcessArenas::use(int device, void* (*context_of)(int device
   return found;
 }
 
+// Makes an arena that follows learned placements.
+Status ProcessArenas::follow(Entry& entry, ArenaOptions options, const char* path) {
+  FOREBAY_ASSIGN_OR_RETURN(const std::string learned, read_learned_file(path));
+  options.learned = learned;
+  FOREBAY_ASSIGN_OR_RETURN(entry.arena, Arena::create(*entry.backend, options));
+  return {};
+}
+
 Status ProcessArenas::make(Entry& entry, int device, void* (*context_of)(int device)) {
   ArenaOptions options;
   if (const char* limit = std::getenv(kPreloadMemoryVariable); limit != nullptr && limit[0] != '\0') {
@@ -114,7 +123,14 @@ Status ProcessArenas::make(Entry& entry, int device, void* (*context_of)(int dev
   const Capabilities& cuda = entry.backend->capabilities();
   if (options.limit_bytes > cuda.memory_bytes) options.limit_bytes = 0;
   const std::size_t capacity_bytes = options.limit_bytes != 0 ? options.limit_bytes : cuda.memory_bytes;
-  FOREBAY_ASSIGN_OR_RETURN(entry.arena, Arena::create(*entry.backend, options));
+  // Knowledge that cannot be used costs no more than its gain.
+  if (const char* path = std::getenv(kPreloadLearnedVariable); path != nullptr && path[0] != '\0') {
+    const Status followed = follow(entry, options, path);
+    if (!followed.ok()) log(LogLevel::kWarning, "%s; going on without", followed.message().c_str());
+  }
+  if (entry.arena == nullptr) {
+    FOREBAY_ASSIGN_OR_RETURN(entry.arena, Arena::create(*entry.backend, options));
+  }
   entry.device = device;
   entry.context = context_of == nullptr ? nullptr : context_of(device);
   if (EventLog* const events = EventLog::of_process())

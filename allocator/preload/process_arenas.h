@@ -81,6 +81,7 @@ class ProcessArenas {
     int relay_count = 0;
   };
 
+  static Status follow(Entry& entry, ArenaOptions options, const char* path);
   Status make(Entry& entry, int device, void* (*context_of)(int device));
   static Relay* relay_of_thread(Entry& entry);
   static Relay* take_left_relay(Entry& entry);

@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <string_view>
 
 #include "forebay/backend.h"
 #include "forebay/memory_snapshot.h"
@@ -53,6 +54,9 @@ struct ArenaOptions {
   std::size_t largest_chunk_bytes = 0;
   // How many of the latest events (allocations, frees, mappings) snapshot() returns. 0: none, at no cost.
   std::size_t history_count = 0;
+  // Placements that an earlier run of the same program has learnt (Arena::learn_end): its blocks are placed
+  // so from the first step on. Another program is served as without them. Read by Arena::create only.
+  std::string_view learned;
 };
 
 struct AllocationRequest {
@@ -102,6 +106,7 @@ struct ArenaStatistics {
 class Arena {
  public:
   // Requires: `backend` outlives the arena.
+  // Errors: kInvalidArgument for options; kOutOfMemory; those of the Backend.
   static Result<std::unique_ptr<Arena>> create(Backend& backend, const ArenaOptions& options = {});
   // Gives all memory and addresses back. Requires: no queued work still uses a block.
   virtual ~Arena() = default;
@@ -209,6 +214,19 @@ class Arena {
   virtual std::size_t trim() = 0;
 
   virtual std::size_t chunk_bytes() const noexcept = 0;
+
+  // --- knowledge for a later run ---
+  // Begins to note where blocks are placed. To be called between two steps that are equal, when the arena
+  // makes no driver call any more.
+  // Errors: kInvalidArgument if anything is live.
+  virtual Status learn_begin() = 0;
+  // The placements since learn_begin, for ArenaOptions::learned: the first 262,143 of them. A file of them is
+  // valid for the same version of forebay, on any device with enough memory.
+  // Errors: kInvalidArgument without learn_begin.
+  virtual Result<std::string> learn_end() = 0;
 };
+
+// Whether ArenaOptions::learned would take these bytes. Errors: kInvalidArgument, with the reason.
+Status check_learned_placements(std::string_view learned);
 
 }  // namespace forebay

@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "allocator/preload/learned_file.h"
 #include "forebay/cuda_backend.h"
 #include "forebay/host_backend.h"
 #include "forebay/model_backend.h"
@@ -23,6 +24,7 @@ namespace {
 
 constexpr int kIncomplete = 1;
 constexpr int kPassLimit = 1000;
+constexpr int kLearnPasses = 3;
 // One chunk of the model and host devices.
 constexpr std::uint64_t kLeastMemory = std::uint64_t{2} << 20;
 
@@ -35,6 +37,8 @@ struct ReplayArguments {
   bool minimum_capacity = false;
   bool json = false;
   std::string report;  // A directory; empty: none.
+  std::string learn;   // Files; empty: none.
+  std::string learned;
   const CLI::Option* memory_option = nullptr;
 };
 
@@ -43,6 +47,12 @@ struct ReplayDevice {
   BackendKind kind = BackendKind::kModel;
   int ordinal = 0;
   std::uint64_t memory_bytes = 0;  // 0: not given.
+};
+
+// Placements of earlier runs and for later ones.
+struct ReplayKnowledge {
+  std::string learned;           // Bytes; empty: none.
+  std::string* learn = nullptr;  // Receives bytes; null: none.
 };
 
 Result<ReplayDevice> read_device(const ReplayArguments& arguments) {
@@ -75,6 +85,13 @@ Result<ReplayDevice> read_device(const ReplayArguments& arguments) {
     return refuse("--repeat is " + std::to_string(arguments.passes) + "; use 1 to " +
                   std::to_string(kPassLimit));
   }
+  if (!arguments.learn.empty()) {
+    if (arguments.passes < kLearnPasses) {
+      return refuse("--learn needs a job that has settled, and --repeat is " +
+                    std::to_string(arguments.passes) + "; use " + std::to_string(kLearnPasses) + " or more");
+    }
+    FOREBAY_RETURN_IF_ERROR(check_run_file("--learn", arguments.learn, kLearnedBeginning));
+  }
   return device;
 }
 
@@ -100,14 +117,16 @@ Result<std::unique_ptr<Backend>> make_backend(const ReplayDevice& device, const 
 }
 
 Result<ReplayFigures> replay_one(const AllocationTrace& trace, const ReplayArguments& arguments,
-                                 const ReplayDevice& device, ReplayTarget target, TerminalLine& progress,
-                                 ReplayReport* report) {
+                                 const ReplayDevice& device, const ReplayKnowledge& knowledge,
+                                 ReplayTarget target, TerminalLine& progress, ReplayReport* report) {
   const std::string by = trace.name + (target == ReplayTarget::kArena ? ": arena, " : ": baseline, ");
   FOREBAY_ASSIGN_OR_RETURN(const std::unique_ptr<Backend> backend, make_backend(device, trace));
   report->device = backend->capabilities().name;
   report->memory_bytes = backend->capabilities().memory_bytes;
   ReplayOptions options;
   options.passes = arguments.passes;
+  options.learned = knowledge.learned;
+  options.learn = target == ReplayTarget::kArena ? knowledge.learn : nullptr;
   options.progress = [&](int pass, std::size_t event_count) {
     if (event_count != 0 && !progress.due()) return;
     progress.show(by + "pass " + std::to_string(pass) + " of " + std::to_string(arguments.passes) + ": " +
@@ -152,7 +171,8 @@ Result<PageProcess> replay_page(const AllocationTrace& trace, const ReplayReport
 }
 
 Result<ReplayReport> replay(const AllocationTrace& trace, const ReplayArguments& arguments,
-                            const ReplayDevice& device, double cycle_ns, TerminalLine& progress) {
+                            const ReplayDevice& device, const ReplayKnowledge& knowledge, double cycle_ns,
+                            TerminalLine& progress) {
   ReplayReport report;
   report.trace = trace.name;
   report.format = trace.format;
@@ -162,11 +182,11 @@ Result<ReplayReport> replay(const AllocationTrace& trace, const ReplayArguments&
   report.notes = trace.notes;
   report.passes = arguments.passes;
   report.cycle_ns = cycle_ns;
-  FOREBAY_ASSIGN_OR_RETURN(report.arena,
-                           replay_one(trace, arguments, device, ReplayTarget::kArena, progress, &report));
+  FOREBAY_ASSIGN_OR_RETURN(
+      report.arena, replay_one(trace, arguments, device, knowledge, ReplayTarget::kArena, progress, &report));
   if (arguments.baseline) {
-    FOREBAY_ASSIGN_OR_RETURN(
-        report.baseline, replay_one(trace, arguments, device, ReplayTarget::kBaseline, progress, &report));
+    FOREBAY_ASSIGN_OR_RETURN(report.baseline, replay_one(trace, arguments, device, knowledge,
+                                                         ReplayTarget::kBaseline, progress, &report));
   }
   progress.show(trace.name + ": glibc");
   report.glibc = replay_malloc(trace, arguments.passes);
@@ -181,6 +201,14 @@ int play(const ReplayArguments& arguments) {
   if (!device.ok()) return failed(device.status());
   if (!arguments.report.empty()) {
     if (const Status made = make_report_directory(arguments.report); !made.ok()) return failed(made);
+  }
+  std::string learnt;
+  ReplayKnowledge knowledge;
+  if (!arguments.learn.empty()) knowledge.learn = &learnt;
+  if (!arguments.learned.empty()) {
+    Result<std::string> read = read_learned_file(arguments.learned);
+    if (!read.ok()) return failed(read.status());
+    knowledge.learned = std::move(read).value();
   }
   const double cycle_ns = measure_cycle_ns();
   std::vector<ReplayReport> reports;
@@ -198,7 +226,13 @@ int play(const ReplayArguments& arguments) {
         continue;
       }
       for (const AllocationTrace& trace : traces.value()) {
-        Result<ReplayReport> report = replay(trace, arguments, device.value(), cycle_ns, progress);
+        if (knowledge.learn != nullptr && (arguments.traces.size() > 1 || traces.value().size() > 1)) {
+          progress.show("");
+          return failed(
+              refuse("--learn writes one file, for the trace of one device; there are more: name one trace, "
+                     "and record devices one by one (forebay run --trace writes a file for each)"));
+        }
+        Result<ReplayReport> report = replay(trace, arguments, device.value(), knowledge, cycle_ns, progress);
         if (!report.ok()) {
           progress.show("");
           return failed(report.status());
@@ -219,6 +253,16 @@ int play(const ReplayArguments& arguments) {
   if (!arguments.report.empty()) {
     const Status drawn = write_run_text(arguments.report + "/" + kReportPage, report_page(page));
     if (!drawn.ok()) return failed(drawn);
+  }
+  if (!learnt.empty()) {
+    const Status kept = write_run_text(arguments.learn, learnt);
+    if (!kept.ok()) return failed(kept);
+    if (const std::uint64_t calls = reports.front().arena.result.pass_calls.back(); calls != 0) {
+      complain("forebay replay",
+               "the last repeat still made " + format_count(calls, "driver call") + ", so " +
+                   arguments.learn + " has no steady state; use a larger --repeat",
+               0);
+    }
   }
   const std::string text = arguments.json ? replay_json(reports) : replay_text(reports);
   const Status written = write_standard_output(text);
@@ -266,6 +310,11 @@ void add_replay_command(CLI::App& app, Action& action) {
   command->add_flag("--minimum-capacity", a.minimum_capacity,
                     "Search the smallest device, in steps of 2 MiB, on which each trace completes once (on "
                     "the model device; completing need not be monotone in the capacity)");
+  add_value(
+      *command, "--learn", a.learn, "FILE",
+      "Write where the blocks of the last repeat lay, for 'forebay run --learned FILE': a later run of the "
+      "same job has the waste of the steady state from its first step on");
+  add_value(*command, "--learned", a.learned, "FILE", "Play with such placements");
   add_value(*command, "--report", a.report, "DIR",
             "Draw DIR/report.html: memory over time, the blocks at the peak with their holders, and the "
             "baseline beside the arena");

@@ -1,3 +1,5 @@
+#include "runtime/command/replay/trace_replay.h"
+
 #include <malloc.h>
 #include <sys/prctl.h>
 #include <unistd.h>
@@ -13,7 +15,6 @@
 #include "forebay/model_backend.h"
 #include "forebay/units.h"
 #include "runtime/command/replay/baseline_allocator.h"
-#include "runtime/command/replay/trace_replay.h"
 
 namespace forebay {
 namespace {
@@ -81,13 +82,14 @@ struct PassSamples {
 
 class ArenaPlayer {
  public:
-  static Result<std::unique_ptr<ArenaPlayer>> create(CountingBackend& backend, std::uint32_t stream_count) {
+  static Result<std::unique_ptr<ArenaPlayer>> create(CountingBackend& backend, std::uint32_t stream_count,
+                                                     const ReplayOptions& options) {
     auto player = std::unique_ptr<ArenaPlayer>(new ArenaPlayer(backend));
     for (std::uint32_t i = 0; i < stream_count; ++i) {
       FOREBAY_ASSIGN_OR_RETURN(const Stream stream, backend.stream_create());
       player->streams_.push_back(stream);
     }
-    FOREBAY_ASSIGN_OR_RETURN(player->arena_, Arena::create(backend));
+    FOREBAY_ASSIGN_OR_RETURN(player->arena_, Arena::create(backend, {.learned = options.learned}));
     return player;
   }
   // Best effort: memory that the backend refuses to take back ends with the backend.
@@ -118,6 +120,8 @@ class ArenaPlayer {
   std::uint64_t driver_call_count() const { return backend_.call_count(); }
   const Status& failure() const { return failure_; }
   std::uint64_t retry_count() const { return retry_count_; }
+  Status learn_begin() { return arena_->learn_begin(); }
+  Result<std::string> learn_end() { return arena_->learn_end(); }
 
  private:
   explicit ArenaPlayer(CountingBackend& backend) : backend_(backend) {}
@@ -147,7 +151,8 @@ class ArenaPlayer {
 
 class BaselinePlayer {
  public:
-  static Result<std::unique_ptr<BaselinePlayer>> create(CountingBackend& backend, std::uint32_t) {
+  static Result<std::unique_ptr<BaselinePlayer>> create(CountingBackend& backend, std::uint32_t,
+                                                        const ReplayOptions&) {
     return std::make_unique<BaselinePlayer>(backend);
   }
   explicit BaselinePlayer(CountingBackend& backend) : backend_(backend), allocator_(backend) {}
@@ -166,6 +171,8 @@ class BaselinePlayer {
   std::uint64_t driver_call_count() const { return backend_.call_count(); }
   const Status& failure() const { return failure_; }
   std::uint64_t retry_count() const { return 0; }
+  Status learn_begin() { return Status(); }
+  Result<std::string> learn_end() { return std::string(); }
 
  private:
   CountingBackend& backend_;
@@ -266,7 +273,7 @@ Result<ReplayResult> replay_with(const AllocationTrace& trace, Backend& backend,
                                  const ReplayOptions& options) {
   CountingBackend counting(backend);
   FOREBAY_ASSIGN_OR_RETURN(const std::unique_ptr<Player> made,
-                           Player::create(counting, std::max(trace.stream_count, 1u)));
+                           Player::create(counting, std::max(trace.stream_count, 1u), options));
   Player& player = *made;
   ReplayResult result;
   result.peak_requested_bytes = trace.peak_requested_bytes();
@@ -287,9 +294,14 @@ Result<ReplayResult> replay_with(const AllocationTrace& trace, Backend& backend,
         options.watch(event, address, counting.held_bytes());
       };
     }
+    const bool learns = options.learn != nullptr && pass == options.passes;
+    if (learns) FOREBAY_RETURN_IF_ERROR(player.learn_begin());
     const std::size_t stopped =
         play(trace, player, addresses, options.timed ? &samples : nullptr, progress, watch);
     result.pass_calls.push_back(counting.call_count() - calls_before);
+    if (learns && stopped == trace.events.size()) {
+      FOREBAY_ASSIGN_OR_RETURN(*options.learn, player.learn_end());
+    }
     result.last_peak_physical_bytes = counting.peak_held_bytes();
     if (pass == 1) {
       result.peak_physical_bytes = counting.peak_held_bytes();

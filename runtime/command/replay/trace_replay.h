@@ -7,6 +7,7 @@
 #include <functional>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "forebay/backend.h"
@@ -24,6 +25,10 @@ struct ReplayOptions {
   // Called before each pass (numbered from 1) and after every few thousand events with the number of events
   // played; null: no progress is reported.
   std::function<void(int pass, std::size_t event_count)> progress{};
+  // The arena: placements to follow (ArenaOptions::learned), and the string that receives those of the last
+  // pass; null: they are not learnt.
+  std::string_view learned{};
+  std::string* learn = nullptr;
   // Called after each allocation and before each free of the first pass with the block's address and the
   // bytes taken from the device. Requests that failed when they were recorded are not made then, and their
   // address is null.

@@ -4,6 +4,7 @@
 #include <cctype>
 
 #include "allocator/preload/events.h"
+#include "allocator/preload/learned_file.h"
 #include "forebay/text.h"
 #include "forebay/units.h"
 
@@ -210,6 +211,7 @@ Status observe(const RunOptions& options, const Environment& inherited, std::uin
                   "--observe changes nothing, so it cannot " + option + "; leave one of them out");
   };
   if (!options.memory.empty()) return refusal("keep to --memory " + options.memory);
+  if (!options.learned.empty()) return refusal("place blocks by --learned " + options.learned);
   if (options.tensors.value_or(false)) return refusal("have PyTorch allocate by --tensors");
   const bool is_inherited = inherited_mode(inherited) == PreloadMode::kObserve;
   environment->lines.insert(environment->lines.begin(),
@@ -228,6 +230,10 @@ void serve(const RunOptions& options, const Environment& inherited, const Memory
     environment->set[kPreloadMemoryVariable] = std::to_string(limit.bytes);
     environment->set[kRunWithinMemoryVariable] = std::to_string(limit.bytes);
     first += ", at most " + format_bytes(limit.bytes) + " of each device";
+  }
+  if (!options.learned.empty()) {
+    environment->set[kPreloadLearnedVariable] = options.learned;
+    first += ", placed as learned";
   }
   first += "; " + choose_torch(options, inherited, &environment->set);
   choose_jax(inherited, environment);

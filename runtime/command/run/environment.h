@@ -20,6 +20,7 @@ struct RunOptions {
   std::optional<bool> tensors;
   std::string memory;             // As given; empty: all of the device.
   std::string events;             // Most bytes of events of a process, as given; empty: none.
+  std::string learned;            // A file of learned placements; empty: none.
   std::string preload_library;    // An absolute path.
   std::string records_directory;  // An absolute path.
 };

@@ -216,9 +216,8 @@ std::optional<std::uint64_t> baseline_bytes(const ProcessHistory& history) {
   if (trace.events.empty()) return std::nullopt;
   Result<std::unique_ptr<ModelBackend>> backend = ModelBackend::create({});
   if (!backend.ok()) return std::nullopt;
-  const Result<ReplayResult> result =
-      replay_trace(trace, *backend.value(), ReplayTarget::kBaseline,
-                   ReplayOptions{.passes = 1, .timed = false, .progress = {}, .watch = {}});
+  const Result<ReplayResult> result = replay_trace(trace, *backend.value(), ReplayTarget::kBaseline,
+                                                   ReplayOptions{.passes = 1, .timed = false});
   if (!result.ok() || !result.value().completed) return std::nullopt;
   return result.value().peak_physical_bytes;
 }

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "allocator/preload/events.h"
+#include "allocator/preload/learned_file.h"
 #include "forebay/secrets.h"
 #include "forebay/text.h"
 #include "runtime/command/command_line.h"
@@ -47,6 +48,7 @@ struct RunArguments {
   std::string records;
   std::string from;
   std::string events;
+  std::string learned;
   RunOutputs outputs;
   std::string pause_signal;
   bool observe = false;
@@ -273,6 +275,7 @@ bool fits_together(const RunArguments& a) {
     return may_be_idle("--from", "reads existing records and runs nothing",
                        {{"--check", flag(a.check), nullptr},
                         {"--events", a.events, kPreloadEventsVariable},
+                        {"--learned", a.learned, kPreloadLearnedVariable},
                         {"--memory", a.memory, nullptr},
                         {"--no-tensors", flag(a.no_tensors), nullptr},
                         {"--observe", flag(a.observe), nullptr},
@@ -287,6 +290,7 @@ bool fits_together(const RunArguments& a) {
   if (a.check) {
     return may_be_idle("--check", "runs nothing of the command's",
                        {{"--events", a.events, kPreloadEventsVariable},
+                        {"--learned", a.learned, kPreloadLearnedVariable},
                         {"--pause-signal", a.pause_signal, kPauseSignalVariable},
                         {"--records", a.records, nullptr},
                         {"--report", a.outputs.report, kReportVariable},
@@ -397,6 +401,13 @@ int run(const RunArguments& arguments) {
   const std::string wanted = arguments.records.empty() ? inherited_records(inherited) : arguments.records;
   if (const Status opened = records.open(wanted); !opened.ok()) return refused(opened);
   RunOptions options = options_of(arguments, inherited);
+  if (!arguments.learned.empty()) {
+    const Result<std::string> learned = read_learned_file(arguments.learned);
+    if (!learned.ok()) return refused(learned.status());
+    std::error_code error;
+    // The command may change its directory.
+    options.learned = std::filesystem::absolute(arguments.learned, error).string();
+  }
   options.preload_library = library.value();
   options.records_directory = records.path();
   const std::optional<int> pause_signal = pause_signal_of(arguments);
@@ -439,6 +450,7 @@ constexpr char kFooter[] =
     "  FOREBAY_DEVICE_ROOM=384MiB                  device memory left for the driver; 0: none\n"
     "  FOREBAY_PRELOAD_RECORDS=DIR                 as --records; forebay run --from DIR reads it\n"
     "  FOREBAY_PRELOAD_EVENTS=256MiB               as --events (default: none)\n"
+    "  FOREBAY_PRELOAD_LEARNED=FILE                as --learned\n"
     "  FOREBAY_LOG=info                            a line on standard error when an arena begins to serve\n"
     "  PYTORCH_CUDA_ALLOC_CONF=backend:cudaMallocAsync, and PYTORCH_ALLOC_CONF   as --tensors\n"
     "  XLA_PYTHON_CLIENT_PREALLOCATE=false         for JAX, set unless you have set it\n"
@@ -491,6 +503,10 @@ void add_run_command(CLI::App& app, Action& action, const std::vector<std::strin
   add_value(*command, "--memory", a.memory, "BYTES",
             "Most device memory to use; every process sees a device of this size (default: all of the "
             "device; within another forebay run the smaller limit holds)");
+  add_value(*command, "--learned", a.learned, "FILE",
+            "Place blocks as an earlier run of the same job did in its steady state, from the first step on "
+            "(the file is written by 'forebay replay --learn'; another job is served as without it)")
+      ->envname(kPreloadLearnedVariable);
   command->add_flag("--observe", a.observe, "Change nothing; only count allocations");
   command->add_flag("--tensors", a.tensors,
                     "Have PyTorch allocate tensor by tensor (the default, unless you have configured its "

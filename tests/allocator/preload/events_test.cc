@@ -292,6 +292,8 @@ TEST(RunReportOfAProcess, InvalidOptionsAreRefusedBeforeTheCommandStarts) {
     EXPECT_TRUE(has(refused({option, directory / "mine.txt"}), "and is not overwritten"));
     EXPECT_TRUE(has(refused({option, "-"}), "give /dev/stdout"));
   }
+  EXPECT_TRUE(has(refused({"--learned", directory / "mine.txt"}), "is none of `forebay replay --learn`"));
+  EXPECT_TRUE(has(refused({"--learned", directory / "none"}), "No such file"));
   EXPECT_EQ(read_text(directory / "mine.txt"), "of years");
   EXPECT_TRUE(has(refused({"--trace", directory / "same", "--snapshot", directory / "./same"}),
                   "both name " + (directory / "same")));
@@ -314,6 +316,38 @@ TEST(RunReportOfAProcess, InvalidOptionsAreRefusedBeforeTheCommandStarts) {
     EXPECT_EQ(run.exit_code, 2) << idle[0];
     EXPECT_TRUE(has(run.output, "so " + idle[0] + " has no effect")) << run.output;
   }
+}
+
+// --- learned placements ---
+
+TEST(RunLearned, PlacesBlocksAsAReplayHasLearnt) {
+  const TemporaryDirectory directory;
+  const auto run = [&](const std::string& name, std::vector<std::string> options) {
+    options.insert(options.end(), {"--report", directory / name, "--trace", directory / (name + ".txt"), "--",
+                                   program("events_program"), "steps"});
+    const Finished finished = forebay_run(options);
+    EXPECT_EQ(finished.exit_code, 0) << finished.output;
+    return finished.output;
+  };
+  const std::string learned = directory / "steps.learned";
+  run("first", {});
+  const Finished replay =
+      run_program(forebay({"replay", directory / "first.txt", "--learn", learned}), on_the_fake());
+  ASSERT_EQ(replay.exit_code, 0) << replay.output;
+  const std::string output = run("again", {"--learned", learned});
+
+  EXPECT_TRUE(has(output, "placed as learned")) << output;
+  EXPECT_FALSE(has(output, "going on without")) << output;
+  // Their first lines name the processes.
+  const auto requests = [&](const char* file) {
+    const std::string text = read_text(directory / file);
+    return text.substr(std::min(text.find('\n'), text.size()));
+  };
+  EXPECT_EQ(requests("again.txt"), requests("first.txt"));
+  EXPECT_TRUE(has(requests("again.txt"), "a 0 8388608")) << "the arena has served it";
+  const Finished observed = forebay_run({"--observe", "--learned", learned, "--", "/bin/echo", "it ran"});
+  EXPECT_EQ(observed.exit_code, 2);
+  EXPECT_TRUE(has(observed.output, "it cannot place blocks by --learned")) << observed.output;
 }
 
 // --- traces and snapshots ---

@@ -294,6 +294,52 @@ TEST_F(ReplayCommand, ReplayDrawsThePageOfEveryTrace) {
   expect_page(page, "stream 3");
 }
 
+// Blocks of which every other one is freed, then larger ones: the first pass wastes memory, later ones less.
+std::string thinned_out_trace() {
+  std::string text;
+  for (int i = 0; i < 200; ++i) text += "a " + std::to_string(i) + " 11000320 0\n";
+  for (int i = 0; i < 200; i += 2) text += "f " + std::to_string(i) + "\n";
+  for (int i = 200; i < 245; ++i) text += "a " + std::to_string(i) + " 22000640 0\n";
+  return text;
+}
+
+TEST_F(ReplayCommand, LearnsPlacementsForALaterRun) {
+  const std::string trace = write("thin.trace", thinned_out_trace());
+  const Finished taught = forebay({"replay", trace, "--json", "--learn", directory_ / "thin.learned"});
+  ASSERT_EQ(taught.exit_code, 0) << taught.output;
+  const Finished again = forebay({"replay", trace, "--json", "--learned", directory_ / "thin.learned"});
+  ASSERT_EQ(again.exit_code, 0) << again.output;
+
+  const Json before = Json::parse(taught.output)[0];
+  const Json after = Json::parse(again.output)[0];
+  EXPECT_LE(after["fragmentation"], before["fragmentation_last_repeat"]);
+  EXPECT_EQ(after["driver_calls_per_pass"][1], 0);
+  // The file may be written over, and no other.
+  EXPECT_EQ(forebay({"replay", trace, "--learn", directory_ / "thin.learned"}).exit_code, 0);
+  const Finished other = forebay({"replay", trace, "--learn", trace});
+  EXPECT_EQ(other.exit_code, 2);
+  EXPECT_NE(other.output.find("was not written by --learn"), std::string::npos) << other.output;
+}
+
+TEST_F(ReplayCommand, RefusesPlacementsThatItCannotUse) {
+  const std::string trace = write("small.trace", kTrace);
+  const auto refused = [&](std::vector<std::string> arguments) {
+    arguments.insert(arguments.begin(), {"replay", trace});
+    const Finished run = forebay(arguments);
+    EXPECT_EQ(run.exit_code, 2) << run.output;
+    return run.output;
+  };
+  const auto has = [](const std::string& text, const std::string& part) {
+    return text.find(part) != std::string::npos;
+  };
+
+  EXPECT_TRUE(has(refused({"--learned", trace}), "is none of `forebay replay --learn`"));
+  EXPECT_TRUE(has(refused({"--learned", directory_ / "none"}), "No such file"));
+  EXPECT_TRUE(has(refused({"--learn", directory_ / "new", "--repeat", "2"}), "use 3 or more"));
+  EXPECT_TRUE(has(refused({trace, "--learn", directory_ / "new"}), "the trace of one device"));
+  EXPECT_FALSE(std::filesystem::exists(directory_ / "new"));
+}
+
 TEST_F(ReplayCommand, AReportIsNotWrittenOverAnother) {
   const std::string small = write("small.trace", kTrace);
   ASSERT_EQ(forebay({"explain", small, "--report", directory_ / "report"}).exit_code, 0);
