@@ -6,6 +6,7 @@ comes too late or goes too early ends the process by a signal.
 
 import ctypes
 import hashlib
+import math
 import mmap
 
 import torch
@@ -178,6 +179,11 @@ class FakeEngine:
     def step(self):
         assert self.in_step and not any(unit.leases for unit in self.units)
         result = core.StepResult(grad_norm=self.norm(), loss_scale=1)
+        self.in_step = False
+        if not math.isfinite(result.grad_norm):
+            result.skipped = 1
+            self.drop()
+            return result
         for p in self.all():
             if not p.frozen:
                 p.master.grad = p.sum * self.factor if p.used else None
@@ -188,7 +194,6 @@ class FakeEngine:
                            eps=self.values["epsilon", group],
                            betas=(self.values["beta1", group], self.values["beta2", group]))
         self.optimizer.step()
-        self.in_step = False
         return result
 
     def abandon(self, micro_steps=0):
@@ -196,6 +201,10 @@ class FakeEngine:
         for index, unit in enumerate(self.units):
             while unit.leases:
                 self.release(index)
-        for p in self.all():
-            p.sum.zero_()
+        self.drop()
         self.in_step = False
+
+    def drop(self):
+        """Forgets the gradients of the step."""
+        for p in self.all():
+            p.sum, p.used = torch.zeros(p.count), False

@@ -13,6 +13,7 @@ from unittest import mock
 import support
 
 support.need("torch")
+support.need_library()  # It knows the options.
 
 import torch
 from torch import nn
@@ -225,11 +226,128 @@ class Refusals(unittest.TestCase):
         with self.assertRaisesRegex(forebay.InvalidArgument, "blocks.0.norm1.weight"):
             adamw(model, params=[p for n, p in model.named_parameters() if n != "blocks.0.norm1.weight"])
 
+    def test_other_groups_than_those_of_the_first_optimizer(self):
+        model = sharded(models.make())
+        matrices = [p for p in model.parameters() if p.dim() > 1]
+        adamw(model, params=[{"params": matrices}, {"params": [p for p in model.parameters() if p.dim() < 2]}])
+        with self.assertRaisesRegex(forebay.InvalidArgument, "other parameter groups"):
+            adamw(model)
+
+    def test_another_optimizer(self):
+        for before in (False, True):
+            model = models.make()
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0) if before else None
+            adamw(sharded(model))
+            optimizer = optimizer or torch.optim.AdamW(model.parameters())
+            model(*models.batch(0, 0)).backward()
+            with self.assertRaisesRegex(forebay.InvalidArgument, r"(SGD|AdamW)\.step\(\).*forebay\.wrap"):
+                optimizer.step()
+            model._forebay.guard.leave()
+
+    def test_gradients_that_the_program_changed(self):
+        model = models.make()
+        optimizer = adamw(sharded(model))
+        model(*models.batch(0, 0)).backward()
+        model.norm.weight.grad = None
+        with self.assertRaisesRegex(forebay.Unsupported, r"gradient of norm\.weight was cleared, and others were not"):
+            optimizer.step()
+        model.norm.weight.grad = torch.zeros_like(model.norm.weight)
+        with self.assertRaisesRegex(forebay.Unsupported, r"gave norm\.weight another gradient"):
+            optimizer.step()
+        model.zero_grad()
+        found = torch.autograd.grad(model(*models.batch(0, 0)), list(model.parameters()))
+        for p, gradient in zip(model.parameters(), found):
+            p.grad = gradient
+        with self.assertRaisesRegex(forebay.Unsupported, "gradients itself.*backward"):
+            optimizer.step()
+        model._forebay.guard.leave()
+
+    def test_models_that_are_divided_already(self):
+        with self.assertRaisesRegex(forebay.InvalidArgument, "DataParallel; shard.. takes its place"):
+            sharded(nn.DataParallel(models.make()))
+        with self.assertRaisesRegex(forebay.InvalidArgument, "blocks.0 is sharded already"):
+            model = models.make()
+            sharded(model.blocks[0])
+            sharded(model)
+        with self.assertRaisesRegex(forebay.InvalidArgument, "shard.. of a list"):
+            sharded([models.make()])
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        try:
+            with self.assertRaisesRegex(forebay.Unsupported, "DistributedDataParallel over a sharded model; leave it"):
+                nn.parallel.DistributedDataParallel(sharded(models.make()))
+        finally:
+            torch.distributed.destroy_process_group()
+
+    def test_options_are_judged_by_shard(self):
+        with self.assertRaisesRegex(forebay.InvalidArgument, "did you mean offload"):
+            forebay.shard(models.make(), ofload="optimizer")
+        with self.assertRaisesRegex(forebay.InvalidArgument, "offload is 'cpu'; use none, optimizer or"):
+            forebay.shard(models.make(), offload="cpu")
+
+    def test_parameters_from_the_meta_device_without_values(self):
+        with torch.device("meta"):
+            model = models.GPT()
+        adamw(sharded(model))
+        with self.assertRaisesRegex(forebay.InvalidArgument, "have no values yet, blocks.0.down.bias first; call forebay"):
+            model(*models.batch(0, 0))
+        model._forebay.guard.leave()
+
     def test_two_types(self):
         model = models.make()
         model.norm.bfloat16()
         with self.assertRaisesRegex(forebay.InvalidArgument, r"norm\.weight is torch\.bfloat16"):
             sharded(model)
+
+
+class Warnings(unittest.TestCase):
+    def said(self, body):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            for _ in range(3):
+                body()
+        return [str(one.message) for one in said]
+
+    def test_a_step_without_zero_grad(self):
+        model = models.make()
+        optimizer = adamw(sharded(model))
+
+        def body():
+            model(*models.batch(0, 0)).backward()
+            optimizer.step()
+        [text] = self.said(body)
+        self.assertRegex(text, "zero_grad.. was not called")
+
+    def test_the_norm_of_one_gradient(self):
+        model = models.make()
+        optimizer = adamw(sharded(model))
+
+        def body():
+            model(*models.batch(0, 0)).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            if hasattr(model, "looked"):
+                model.norm.weight.grad.norm()
+            model.looked = True
+            optimizer.step()
+            optimizer.zero_grad()
+        [text] = self.said(body)
+        self.assertRegex(text, "the norm of one gradient.*not known")
+
+
+class Optimizers(unittest.TestCase):
+    def test_the_arguments_of_torch(self):
+        """forebay.AdamW() takes parameters, and a learning rate after them, as torch.optim.AdamW() does."""
+        model = sharded(models.make(frozen=["positions"]))
+        with mock.patch.object(Sharded, "make_engine", lambda self: FakeEngine()):
+            made = forebay.AdamW(model.parameters(), 2e-3, fused=True)
+        self.assertEqual((made.param_groups[0]["lr"], len(made.param_groups[0]["params"])),
+                         (2e-3, sum(p.requires_grad for p in model.parameters())))
+        self.assertIs(forebay.wrap(made), made)
+        with self.assertRaisesRegex(forebay.Unsupported, "amsgrad"):
+            adamw(model, amsgrad=True)
+        with self.assertRaisesRegex(TypeError, "momentum"):
+            adamw(model, momentum=0.9)
+        model._forebay.guard.leave()
 
 
 class Reader(nn.Module):
@@ -274,6 +392,21 @@ class Guard(unittest.TestCase):
         with self.assertRaisesRegex(forebay.InvalidArgument, r"aten\.clone.*norm\.weight of unit norm.*before shard"):
             model.norm.weight.data.clone()
         model._forebay.guard.leave()
+
+    def test_it_finds_reads_after_the_first_step(self):
+        average = torch.optim.swa_utils.AveragedModel(models.make())
+        model = models.make()
+        optimizer = adamw(sharded(model))
+        model(*models.batch(0, 0)).backward()
+        optimizer.step()
+        with self.assertRaisesRegex(forebay.InvalidArgument, r"aten\.\w+\.default reads tokens\.weight of unit tokens"):
+            average.update_parameters(model)
+        self.assertEqual(torch.zeros_like(model.norm.weight).shape, model.norm.weight.shape)  # Reads no values.
+        optimizer.zero_grad()
+        model(*models.batch(1, 0)).backward()
+        self.assertFalse(model._forebay.guard.entered)
+        with forebay.gathered(model):
+            average.update_parameters(model)
 
     def test_it_finds_reads_outside_of_a_pass(self):
         model = models.make()

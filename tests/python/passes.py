@@ -97,6 +97,88 @@ class Passes:
             return loss.item()
         self.compare(body)
 
+    def test_gradients_that_are_cleared_after_the_next_forward_pass(self):
+        def body(model, optimizer, step):
+            model(*models.batch(step, 7)).backward()
+            loss = model(*models.batch(step, 0)) + model(*models.batch(step, 1))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            return loss.item()
+        self.compare(body)
+
+    def test_gradients_that_are_set_to_zero(self):
+        def body(model, optimizer, step):
+            model(*models.batch(step, 7)).backward()
+            model.zero_grad(set_to_none=False)
+            loss = model(*models.batch(step, 0))
+            loss.backward()
+            optimizer.step()
+            model.zero_grad(set_to_none=False)
+            return loss.item()
+        self.compare(body)
+
+    def test_a_keyboard_interrupt(self):
+        """torch calls no hook then."""
+        def body(model, optimizer, step):
+            if step in (1, 2):
+                def interrupt(*_):
+                    raise KeyboardInterrupt
+                block = model.blocks[1]
+                hook = (block.norm1.register_forward_pre_hook if step == 1 else block.register_full_backward_hook)(interrupt)
+                with self.assertRaises(KeyboardInterrupt):
+                    model(*models.batch(step, 3)).backward()
+                hook.remove()
+                optimizer.zero_grad()
+            loss = model(*models.batch(step, 0))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.item()
+        self.compare(body, steps=4)
+
+    def test_a_scaler_of_gradients(self):
+        def body(model, optimizer, step):
+            if step == 0:
+                model.scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+            loss = model(*models.batch(step, 0))
+            model.scaler.scale(loss * (1e38 if step == 1 else 1)).backward()
+            norm = None
+            if step != 2:
+                model.scaler.unscale_(optimizer)
+                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item() if step != 1 else None
+            model.scaler.step(optimizer)
+            model.scaler.update()
+            optimizer.zero_grad()
+            return loss.item(), norm, model.scaler.get_scale()
+        self.compare(body, steps=4)
+
+    def test_a_generator_and_a_discriminator(self):
+        """The generator's loss leaves gradients in the discriminator, which are cleared before or after its passes."""
+        for is_early in (False, True):
+            results = []
+            for is_sharded in (False, True):
+                torch.manual_seed(0)
+                both = Judge(8, 16), Judge(16, 1)
+                made = [self.adamw(one) if is_sharded else plain_adamw(one) for one in both]
+                seen = []
+                for step in range(3):
+                    z = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+                    fake = both[0](z)
+                    both[1](fake).mean().backward()
+                    made[0].step()
+                    made[0].zero_grad()
+                    if is_early:
+                        made[1].zero_grad()
+                    loss = both[1](torch.ones(4, 16)).mean() - both[1](fake.detach()).mean()
+                    if not is_early:
+                        made[1].zero_grad()
+                    loss.backward()
+                    made[1].step()
+                    seen += [loss.item(), fake.sum().item()]
+                results.append(seen)
+            self.same(results[1], results[0])
+
     def test_a_forward_pass_that_fails(self):
         def body(model, optimizer, step):
             if step == 1:
@@ -144,10 +226,8 @@ class Passes:
             groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "lr": 1e-3}]
             made = torch.optim.AdamW(groups, lr=1e-2, betas=(0.8, 0.95))
             scheduler = torch.optim.lr_scheduler.StepLR(made, 1, 0.5)
-            if is_sharded:
-                optimizer = self.wrap(made)
-            else:
-                optimizer = made
+            optimizer = self.wrap(made) if is_sharded else made
+            optimizer.load_state_dict(optimizer.state_dict())  # The scheduler's groups stay the optimizer's.
             seen = []
             for step in range(4):
                 loss = model(*models.batch(step, 0))
@@ -193,6 +273,26 @@ class Experts(nn.Module):
         return self.experts[self.count % 2](h) + self.experts[2](h)
 
 
+class Judge(nn.Module):
+    def __init__(self, width, out):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(width, 32), nn.LeakyReLU(0.2), nn.Linear(32, out))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+class Both(nn.Module):
+    """An encoder and a longer decoder. Both units of the decoder read one activation, so sums round otherwise."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Transformer(32, 4, 1, 2, 64, 0.0, batch_first=True)
+
+    def forward(self, h):
+        return self.layers(h, h)
+
+
 class Residual(nn.Module):
     def __init__(self):
         super().__init__()
@@ -216,12 +316,45 @@ class First(nn.Module):
         return self.cells(h)[0]
 
 
+class HeadOfEmbedding(Words):
+    """The head reads the table of the embedding by a function."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(32, 32))
+        del self.head
+
+    def forward(self, x):
+        return nn.functional.linear(self.middle(self.embed(x)), self.embed.weight) * self.scale
+
+
 class Modules:
     """A mixin."""
 
+    others = ()  # More models.
+
+    def test_a_head_that_reads_the_embedding(self):
+        results = []
+        for is_sharded in (False, True):
+            torch.manual_seed(0)
+            model = HeadOfEmbedding()
+            optimizer = self.adamw(model) if is_sharded else plain_adamw(model)
+            seen = []
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                for step in range(4):
+                    x = torch.randint(0, 50, (2, 8), generator=torch.Generator().manual_seed(step))
+                    loss = nn.functional.cross_entropy(model(x).flatten(0, 1), x.flatten())
+                    loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    seen.append(loss.item())
+            self.assertEqual(sum("resident" in str(one.message) for one in said), is_sharded)
+            results.append(seen)
+        self.same(results[1], results[0])
+
     def test_those_of_torch(self):
         encoder = lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True), 2)
-        for make in (encoder, Attention, First, Residual, Experts):
+        for make in (encoder, Attention, First, Residual, Experts, *self.others):
             with self.subTest(make):
                 results = []
                 for is_sharded in (False, True):

@@ -7,8 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from forebay._library import InvalidArgument
-from forebay.torch import accelerate, state
+from forebay.torch import accelerate, describe, state
 from forebay.torch.activations import offload_activations
 from forebay.torch.optimizer import AdamW, Optimizer, wrap
 from forebay.torch.sharded import Sharded
@@ -35,8 +34,7 @@ def shard(model: nn.Module, **options: Any) -> nn.Module:
       device     the device of a model on the meta device. store: a torch.distributed.Store for the ranks to meet.
     Errors: InvalidArgument with the reason and the remedy.
     """
-    if hasattr(model, "_forebay"):
-        raise InvalidArgument("the model is sharded already; keep the first shard()")
+    describe.refuse_wrappers(model)
     sharded = Sharded(model, **options)
     object.__setattr__(model, "_forebay", sharded)
     state.install(sharded)

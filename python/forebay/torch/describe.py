@@ -17,8 +17,10 @@ DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 # The options of shard() that are its own. All others are those of the C interface.
 OWN_OPTIONS = ("units", "resident", "check", "device", "store", "config")
-# Modules that read the parameters of their children without calling them.
-FUSED = (nn.MultiheadAttention,)
+# Modules that read the parameters of their children without calling them, some in evaluation only.
+FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+# Classes that do a part of shard()'s work.
+WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "DeepSpeedEngine")
 
 
 class UnitPlan:
@@ -29,6 +31,25 @@ class UnitPlan:
         self.parameters = list(dict.fromkeys(p for p in parameters if p.is_floating_point() and p.numel()))
         self.own: List[nn.Parameter] = []
         self.tied: List[nn.Parameter] = []
+        # The backward pass of an embedding reads no weights.
+        self.is_table = type(module) is nn.Embedding and module.max_norm is None
+
+
+def refuse_wrappers(model: Any) -> None:
+    """Errors: InvalidArgument for a model that is sharded already, or that another library divides over ranks."""
+    if not isinstance(model, nn.Module):
+        raise InvalidArgument(f"shard() of a {type(model).__name__}; give a torch.nn.Module")
+    for name, module in model.named_modules():
+        if "_forebay" in module.__dict__:
+            raise InvalidArgument(f"the {f'module {name}' if name else 'model'} is sharded already; keep the first shard(), "
+                                  "or make the model again")
+        if type(module).__name__ in WRAPPERS:
+            raise InvalidArgument(f"{name or 'the model'} is a {type(module).__name__}; shard() takes its place, so give "
+                                  "the module within it")
+    for name, p in model.named_parameters():
+        if hasattr(p, "device_mesh"):
+            raise InvalidArgument(f"parameter {name} is a DTensor; shard() takes the place of fully_shard(), so leave that "
+                                  "out")
 
 
 def find_units(model: nn.Module, units: Optional[Sequence[Any]] = None,
@@ -161,9 +182,7 @@ def describe(engine: core.Engine, units: Sequence[UnitPlan], names: Optional[Dic
     """Adds the units to an engine. The places of each parameter: (unit, index), the owner's first."""
     places: Dict[nn.Parameter, List[Tuple[int, int]]] = {}
     for unit in units:
-        # The backward pass of an embedding reads no weights.
-        is_table = type(unit.module) is nn.Embedding and unit.module.max_norm is None
-        index = engine.add_unit(unit.name, core.BACKWARD_READS_NOTHING if is_table else 0)
+        index = engine.add_unit(unit.name, core.BACKWARD_READS_NOTHING if unit.is_table else 0)
         for k, p in enumerate(unit.own):
             name = names[p] if names else f"{unit.name}.{k}"
             at = engine.add_parameter(index, name, p.numel(), (groups or {}).get(p, 0),

@@ -18,13 +18,14 @@ if TYPE_CHECKING:
 
 
 class Guard(TorchDispatchMode):
-    """Checks the arguments of every operator: from the making of the optimizer to the end of the first step, in the
-    first evaluation, or always. It costs some 10 us an operator."""
+    """Checks the arguments of every operator: from the making of the optimizer to the second step, in the first
+    evaluation, or always. It costs some 10 us an operator."""
 
     def __init__(self, owner: "Sharded", always: bool) -> None:
         super().__init__()
         self.owner = weakref.ref(owner)  # A guard that stays entered keeps no model alive.
         self.always, self.first, self.first_evaluation = always, True, True
+        self.steps = 0
         self.entered = self.in_evaluation = self.checks = False
         self.places: Dict[int, Tuple[str, List[int]]] = {}
         for p, places in owner.places.items():
@@ -39,13 +40,14 @@ class Guard(TorchDispatchMode):
         return self.always or self.first or self.first_evaluation
 
     def begin_step(self) -> None:
-        if self.first or self.always:
+        if self.steps == 0 or self.always:
             self.enter()
+        elif self.first:  # Reads after the first step were checked too, as those of averaged weights.
+            self.first = False
+            self.leave()
 
     def end_step(self) -> None:
-        self.first = False
-        if not self.always:
-            self.leave()
+        self.steps += 1
 
     def begin_evaluation(self) -> None:
         if (self.first_evaluation or self.always) and not self.checks:
@@ -76,7 +78,7 @@ class Guard(TorchDispatchMode):
     @uncompiled
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         owner = self.owner() if self.checks else None
-        if owner is not None and not _is_view(func) and not _copies_to_itself(func, args):
+        if owner is not None and not (_is_view(func) or _reads_no_values(func) or _copies_to_itself(func, args)):
             for t in tree_leaves((args, kwargs)):
                 if isinstance(t, torch.Tensor) and type(t).__name__ != "Gradient":
                     self.check(owner, func, t)
@@ -103,6 +105,12 @@ def _is_view(func: Any) -> bool:
     """The operator only makes another view of its argument, so it reads no values."""
     infos = [r.alias_info for r in func._schema.returns]
     return bool(infos) and all(i is not None and not i.is_write for i in infos)
+
+
+def _reads_no_values(func: Any) -> bool:
+    """zeros_like(), new_empty() and their kin ask for the shape only."""
+    name = func._schema.name[len("aten::"):]
+    return name.endswith("_like") or name.startswith("new_")
 
 
 def _copies_to_itself(func: Any, args: Any) -> bool:

@@ -7,12 +7,14 @@ from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from forebay import core
 from forebay._library import InvalidArgument, Unsupported
 from forebay.torch.sharded import Sharded
 
 _SWITCHES = ("amsgrad", "maximize", "differentiable")
+_WITHOUT_EFFECT = ("foreach", "fused", "capturable")
 _DEFAULTS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
 
 
@@ -23,6 +25,8 @@ class Optimizer(torch.optim.Optimizer):
     `step()` is collective.
     """
 
+    _step_supports_amp_scaling = True  # torch.amp.GradScaler calls step() always; one that is not finite changes nothing.
+
     def __init__(self, sharded: Sharded, groups: List[Dict[str, Any]], defaults: Dict[str, Any]) -> None:
         super().__init__(groups, defaults)
         self.sharded = sharded
@@ -32,9 +36,10 @@ class Optimizer(torch.optim.Optimizer):
         self._check_groups()
         sharded.commit(self.param_groups)
         sharded.guard.begin_step()
-        if sharded.groups != _groups_of(self.param_groups) and len(self.param_groups) > 1:
-            raise InvalidArgument("the model was used before its optimizer with parameter groups was made; make the "
-                                  "optimizer right after shard()")
+        wanted = _groups_of(self.param_groups)
+        if {p: sharded.groups.get(p, 0) for p in wanted} != wanted:
+            raise InvalidArgument("the model was used, or had another optimizer, before this one with other parameter "
+                                  "groups was made; make one optimizer right after shard()")
 
     def _check_groups(self) -> None:
         grouped = _groups_of(self.param_groups)
@@ -44,8 +49,9 @@ class Optimizer(torch.optim.Optimizer):
                     raise Unsupported(f"{switch}=True; forebay updates by plain AdamW, so leave it out")
         for p in self.sharded.parameters:
             if p.requires_grad and p not in grouped:
-                raise InvalidArgument(f"parameter {self.sharded.names[p]} is trainable and in no parameter group; "
-                                      "give it to the optimizer, or freeze it before shard()")
+                raise InvalidArgument(f"parameter {self.sharded.names[p]} is trainable and in no parameter group; one "
+                                      "optimizer updates the whole model, so give it there, or freeze it before "
+                                      "shard()")
         for p in grouped:
             if getattr(p, "_forebay", None) is not self.sharded:
                 raise InvalidArgument("a parameter of the optimizer does not belong to the sharded model; give it an "
@@ -58,6 +64,10 @@ class Optimizer(torch.optim.Optimizer):
                 loss = closure()
         if self.wrapped is not None:
             self.wrapped._opt_called = True  # Its schedulers ask for this.
+        scale = getattr(self, "grad_scale", None)  # GradScaler's, while gradients are scaled.
+        if scale is not None:
+            for gradient in self.sharded.stand_ins.values():
+                gradient.scale(1.0 / float(scale))
         result = self.sharded.step(self.param_groups)
         if result is not None:
             self.last = result
@@ -84,6 +94,13 @@ class Optimizer(torch.optim.Optimizer):
                           "saves them with the weights", stacklevel=2)
         return super().state_dict()
 
+    def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
+        groups = self.param_groups
+        super().load_state_dict(state_dict)
+        for group, loaded in zip(groups, self.param_groups):
+            group.update(loaded)
+        self.param_groups = groups  # Schedulers of the wrapped optimizer know these.
+
     def add_param_group(self, param_group: Dict[str, Any]) -> None:
         if hasattr(self, "sharded"):
             raise Unsupported("add_param_group() after the optimizer was made; give all groups at once")
@@ -96,19 +113,29 @@ def _groups_of(groups: Iterable[Dict[str, Any]]) -> Dict[nn.Parameter, int]:
     return {p: i for i, group in enumerate(groups) for p in group["params"]}
 
 
-def AdamW(model: nn.Module, params: Any = None, lr: Optional[float] = None,
+def AdamW(model: Any, params: Any = None, lr: Optional[float] = None,
           betas: Optional[Tuple[float, float]] = None, eps: Optional[float] = None,
-          weight_decay: Optional[float] = None) -> Optimizer:
+          weight_decay: Optional[float] = None, **switches: Any) -> Optimizer:
     """AdamW over a sharded model, with the defaults of torch.optim.AdamW, or those of shard(config=...).
 
-    `params`: parameters or parameter groups; None: all trainable parameters of the model. Collective.
+    `model`: the model, or its parameters as torch.optim.AdamW takes them. `params`: parameters or parameter groups;
+    None: all trainable parameters of the model. foreach, fused and capturable have no effect. Collective.
     Errors: OutOfMemory, because the engine takes its memory here.
     """
-    sharded = sharded_of(model)
-    groups = list(params) if params is not None else [p for p in sharded.parameters if p.requires_grad]
+    for name in switches:
+        if name not in (*_SWITCHES, *_WITHOUT_EFFECT):
+            raise TypeError(f"AdamW() got an unexpected keyword argument {name!r}")
+    if isinstance(model, nn.Module):
+        sharded = sharded_of(model)
+        groups = list(params) if params is not None else [p for p in sharded.parameters if p.requires_grad]
+    else:
+        groups, lr = list(model), params if lr is None else lr  # The order of torch.optim.AdamW.
+        sharded = _owner_of(groups)
+        groups = [one for one in groups if isinstance(one, dict) or one.requires_grad]
     given = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
     return Optimizer(sharded, groups, {**_DEFAULTS, **sharded.optimizer_defaults,
-                                       **{name: value for name, value in given.items() if value is not None}})
+                                       **{name: value for name, value in given.items() if value is not None},
+                                       **{name: switches[name] for name in _SWITCHES if switches.get(name)}})
 
 
 def wrap(optimizer: torch.optim.Optimizer) -> Optimizer:
@@ -119,19 +146,42 @@ def wrap(optimizer: torch.optim.Optimizer) -> Optimizer:
     """
     groups = optimizer.param_groups
     decays = any(group.get("weight_decay", 0) for group in groups)
+    if isinstance(optimizer, Optimizer):
+        return optimizer
     if not (isinstance(optimizer, torch.optim.AdamW)
             or (type(optimizer) is torch.optim.Adam and not decays)):
         raise Unsupported(f"{type(optimizer).__name__} cannot run in shards; use torch.optim.AdamW, or Adam without "
                           "weight decay")
     if optimizer.state:
         raise InvalidArgument("the optimizer has made a step, and its moments cannot move; wrap it before the first")
-    owners = {getattr(p, "_forebay", None) for group in groups for p in group["params"]}
+    made = Optimizer(_owner_of(groups), [dict(group) for group in groups], dict(optimizer.defaults))
+    made.param_groups, made.wrapped = groups, optimizer  # Schedulers of the given optimizer go on working.
+    return made
+
+
+def _owner_of(groups: Iterable[Any]) -> Sharded:
+    """The sharded model of these parameters or parameter groups."""
+    owners = {getattr(p, "_forebay", None)
+              for group in groups for p in (group["params"] if isinstance(group, dict) else [group])}
     if len(owners) != 1 or None in owners:
         raise InvalidArgument("the optimizer's parameters are not those of one sharded model; call forebay.shard() "
                               "first")
-    made = Optimizer(owners.pop(), [dict(group) for group in groups], dict(optimizer.defaults))
-    made.param_groups, made.wrapped = groups, optimizer  # Schedulers of the given optimizer go on working.
-    return made
+    return owners.pop()
+
+
+def _refuse_other(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Before every step() of any optimizer: one of torch would read and write memory that is not there."""
+    if isinstance(optimizer, Optimizer):
+        return
+    for group in optimizer.param_groups:
+        for p in group["params"][:1]:
+            if getattr(p, "_forebay", None) is not None:
+                raise InvalidArgument(
+                    f"{type(optimizer).__name__}.step() over parameters of a sharded model; use forebay.AdamW(model, "
+                    "lr=...), or forebay.wrap(optimizer) for AdamW and Adam without weight decay, and call its step()")
+
+
+register_optimizer_step_pre_hook(_refuse_other)
 
 
 def sharded_of(model: nn.Module) -> Sharded:

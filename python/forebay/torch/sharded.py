@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import os
 import sys
+import warnings
 import zlib
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Set, Tuple
 
@@ -79,11 +81,18 @@ class Unit:
         self.task, self.pending = -1, 0
         self.frames: List[Optional[_Call]] = []
 
+    @property
+    def is_read_by_others(self) -> bool:
+        """An embedding whose own backward pass reads no weights, and somebody else's does."""
+        return self.plan.is_table and self in self.owner.residents
+
     # --- the module's forward pass ---
 
     @uncompiled
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         call = _Call(self)
+        if self.owner.needs_values:
+            self.owner.check_values()
         if _task() != -1:  # Activation checkpointing computes this again; a backward pass follows.
             self.frames.append(None)
             self.acquire_backward(self.owner.enter_backward())
@@ -146,11 +155,25 @@ class Unit:
         if self.in_backward:
             self.in_backward = False
             self.owner.release(self)
+            if self.is_read_by_others:
+                self.owner.release(self)
 
 
 def _task() -> int:
     """The number of the backward pass that this thread is in; -1: none."""
     return torch._C._current_graph_task_id()
+
+
+def _calls_on_stack(module: nn.Module) -> int:
+    """How often `module` is being called in this thread; many where compiled code hides it."""
+    count, frame = 0, sys._getframe()
+    while frame is not None:
+        name = frame.f_code.co_name
+        if name.startswith("torch_dynamo_resume"):
+            return sys.maxsize
+        count += name == "_call_impl" and frame.f_locals.get("self") is module
+        frame = frame.f_back
+    return count
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -183,6 +206,7 @@ class Sharded:
         self.given = options
         self.dtype = describe.model_dtype(model, options.get("dtype"))
         self.options = describe.planned_options(model, options)
+        core.Options(**self.options).close()  # So that mistakes are named now.
         self.stage = int(self.options.get("stage", 0))
         self.plans = describe.find_units(model, options.get("units"), options.get("resident") or ())
         self.parameters: List[nn.Parameter] = [p for plan in self.plans for p in plan.own]
@@ -197,11 +221,15 @@ class Sharded:
         self.places: Dict[nn.Parameter, List[Tuple[int, int]]] = {}
         self.views: Dict[Tuple[nn.Parameter, int], torch.Tensor] = {}
         self.tasks: Set[int] = set()  # Backward passes that this thread is in.
-        self.evaluating = self.in_step = self.backward_over = False
+        self.evaluating = self.in_step = self.backward_over = self.stepped = False
         self.micro_step = 0
         self.has_gradients = False
         self.norm: Optional[float] = None
+        self.said: Set[str] = set()  # Warnings.
         self.stand_ins: Dict[nn.Parameter, stand_in.Gradient] = {}
+        self.needs_values = any(t.is_meta for t in itertools.chain(model.parameters(), model.buffers()))
+        self.without_values: Set[nn.Parameter] = set()  # From the meta device.
+        self.collected: Optional[Dict[nn.Parameter, torch.Tensor]] = None  # Values for state_dict() on this rank alone.
         self.guard: Optional[guard.Guard] = None
         for p in self.parameters:
             p._forebay = self
@@ -228,8 +256,11 @@ class Sharded:
 
         Errors: OutOfMemory; InvalidArgument naming a parameter that differs between ranks.
         """
-        if self.engine is not None:
-            return
+        if self.engine is None:
+            with torch.inference_mode(False), torch.no_grad():
+                self._commit(groups)
+
+    def _commit(self, groups: Optional[Sequence[Dict[str, Any]]]) -> None:
         self.groups = {p: i for i, group in enumerate(groups or ()) for p in group["params"]}
         engine = self.make_engine()
         self.places = describe.describe(engine, self.plans, self.names, self.groups)
@@ -238,7 +269,9 @@ class Sharded:
         self.engine = engine
         for p in self.parameters:
             unit, index = self.places[p][0]
-            if not p.is_meta:
+            if p.is_meta:
+                self.without_values.add(p)
+            else:
                 self.set_value(p, p.detach())
             self._bind(p, self.view(engine.address(unit, index), p.shape))
             if p.requires_grad:
@@ -291,11 +324,31 @@ class Sharded:
             value = value.float()
         value = value.detach().cpu().contiguous()
         self.engine.set(*self.places[p][0], describe.DTYPES[value.dtype], value.data_ptr(), value.numel())
+        self.without_values.discard(p)
+
+    def check_values(self) -> None:
+        """Errors: InvalidArgument for parameters and buffers from the meta device that nothing has set yet."""
+        self.commit()
+        names = sorted(self.names[p] for p in self.without_values)
+        if names:
+            raise InvalidArgument(
+                f"{len(names)} parameters were on the meta device and have no values yet, {names[0]} first; call "
+                "forebay.load(model, path), model.load_state_dict() or forebay.restore(), or set them within "
+                "forebay.gathered(model, write=True)")
+        names = sorted(name for name, buffer in self.model.named_buffers() if buffer.is_meta)
+        if names:
+            raise InvalidArgument(
+                f"{len(names)} buffers are on the meta device and have no values, {names[0]} first; set them, as in "
+                f"model.{names[0]} = torch..., or make the model under accelerate.init_empty_weights(), which keeps "
+                "buffers on the CPU")
+        self.needs_values = False
 
     # --- the model's forward pass ---
 
     @uncompiled
     def before_model(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self.depth and self.depth > _calls_on_stack(module) - 1:
+            self.end_interrupted()
         self.depth += 1
         if not self.residents and self.guard is not None and not self.guard.is_needed():
             return None
@@ -316,6 +369,15 @@ class Sharded:
         if self.depth == 0 and self.guard is not None:
             self.guard.end_evaluation()
 
+    def end_interrupted(self) -> None:
+        """Ends forward passes that KeyboardInterrupt ended: torch calls no hook then."""
+        self.depth = 0
+        for unit in self.units:
+            for call in unit.frames:
+                if call is not None:
+                    self.release(unit)
+            unit.frames.clear()
+
     def make_resident(self, unit: Unit) -> bool:
         """Gathers a unit now, and from now on for the whole pass of the model. False outside of a forward pass."""
         if self.depth != 1 or _task() != -1 or unit in self.residents:
@@ -330,6 +392,8 @@ class Sharded:
     def acquire(self, unit: Unit, backward: bool) -> None:
         self.engine.acquire(unit.index, backward, self.stream())
         unit.held += 1
+        if backward and unit.is_read_by_others:
+            self.acquire(unit, backward=False)
 
     def release(self, unit: Unit) -> None:
         if unit.held:
@@ -384,13 +448,27 @@ class Sharded:
                                   "before it")
 
     def gradients_were_cleared(self) -> bool:
-        """The program set the gradients of this step to None, as zero_grad() does."""
-        p = next(iter(self.stand_ins), None)
-        return p is not None and p.grad is None
+        """The program set the gradients of this step to None or to zero, as zero_grad() does.
+
+        Errors: Unsupported where it did so for a part of them, or replaced one.
+        """
+        changed = [p for p, gradient in self.stand_ins.items() if p.grad is not gradient or gradient.is_zero]
+        if not changed:
+            return False
+        replaced = next((p for p in changed if p.grad is not None and p.grad is not self.stand_ins[p]), None)
+        if replaced is not None:
+            raise Unsupported(f"the program gave {self.names[replaced]} another gradient; gradients of a sharded model "
+                              "lie in shards, so change them by Tensor.register_hook(), or scale all of them together")
+        if len(changed) < len(self.stand_ins):
+            raise Unsupported(f"the gradient of {self.names[changed[0]]} was cleared, and others were not; forebay "
+                              "updates all parameters of a step, so clear all of them, or freeze it before shard()")
+        return True
 
     def recover(self) -> None:
         """A backward pass ended by an exception: its acquisitions end."""
         self.tasks.clear()
+        for unit in self.units:
+            unit.frames = [call for call in unit.frames if call is not None]
         self.end_backward()
 
     # --- backward passes ---
@@ -407,10 +485,19 @@ class Sharded:
 
     def begin_backward(self) -> None:
         self.commit()
+        if self.stepped and any(p.grad is not None for p in self.stand_ins):
+            self.warn_once("optimizer.zero_grad() was not called after optimizer.step(); plain torch would add the "
+                           "gradients of the last step to these, and forebay does not")
+        self.stepped = False
+        passes = [1] * len(self.units)
+        if self.in_step and self.has_gradients and self.gradients_were_cleared():
+            passes = [max(1, unit.forwards) for unit in self.units]
+            self.abandon()  # zero_grad() came after this forward pass.
         if self.begin_pass():  # The graph is of an earlier micro-step, and the engine counts passes within one.
-            for unit in self.units:
-                self.acquire_forward(unit, counted=True)
-                self.release(unit)
+            for unit, count in zip(self.units, passes):
+                for _ in range(count):
+                    self.acquire_forward(unit, counted=True)
+                    self.release(unit)
         for p in self.stand_ins:
             p.grad = None
         self.norm = None
@@ -426,7 +513,7 @@ class Sharded:
         self.backward_over = True
         self.norm = None
         for p, gradient in self.stand_ins.items():
-            gradient.factor = 1.0
+            gradient.factor, gradient.is_zero = 1.0, False
             p.grad = gradient
 
     def take_gradient(self, p: nn.Parameter) -> None:
@@ -471,9 +558,14 @@ class Sharded:
     def step(self, groups: Sequence[Mapping[str, Any]]) -> Optional[core.StepResult]:
         """Updates all parameters; None where there was no backward pass. Collective."""
         self.commit(groups)
+        if self.depth:
+            self.end_interrupted()
         if self.tasks:
             self.recover()
         if not self.in_step or not self.has_gradients:
+            if any(p.grad is not None and p.grad is not gradient for p, gradient in self.stand_ins.items()):
+                raise Unsupported("the program set gradients itself, as after torch.autograd.grad(); gradients of a sharded "
+                                  "model come from backward()")
             self.between_steps()
             return None
         if self.gradients_were_cleared():
@@ -494,9 +586,15 @@ class Sharded:
                 self.engine.hyperparameter(name, float(value), i)
         result = self.engine.step()
         self.in_step = self.has_gradients = False
+        self.stepped = True
         self.norm = result.grad_norm / factor if factor else None  # The norm before clip_grad_norm_().
         self.guard.end_step()
         return result
+
+    def warn_once(self, text: str) -> None:
+        if text not in self.said:
+            self.said.add(text)
+            warnings.warn(text, stacklevel=2)
 
     def end_evaluation(self) -> None:
         if self.evaluating:
@@ -519,6 +617,8 @@ class Sharded:
     def between_steps(self) -> None:
         """Makes sure that no step is open. Errors: InvalidArgument while gradients wait for the optimizer."""
         self.commit()
+        if self.depth and _calls_on_stack(self.model) == 0:
+            self.end_interrupted()
         self.end_evaluation()
         if self.in_step and self.has_gradients and not self.gradients_were_cleared():
             raise InvalidArgument("gradients wait for optimizer.step(); call it, or optimizer.zero_grad(), before this")
@@ -545,8 +645,8 @@ class Sharded:
         if (self.stage == 3 and self.dtype == torch.float32 and torch.is_grad_enabled()
                 and torch.is_autocast_enabled(self.device.type)):
             raise Unsupported("autocast over fp32 parameters keeps a copy of every weight for the backward pass, so "
-                              "stage 3 would save nothing; use shard(..., dtype=\"bf16\") without autocast (masters "
-                              "are fp32)")
+                              "stage 3 would save nothing; use shard(..., dtype=\"bf16\"), under autocast or without "
+                              "(masters are fp32)")
 
 
 def _checksum(p: nn.Parameter) -> int:

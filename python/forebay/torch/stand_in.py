@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,8 +17,8 @@ if TYPE_CHECKING:
 class Gradient(torch.Tensor):
     """A gradient that lies in shards. Shape and dtype are the parameter's; there is no memory.
 
-    It answers norms and factors, so torch.nn.utils.clip_grad_norm_ works. The norm of all gradients is that of the
-    first parameter's stand-in, and the others answer 0: the norm of the norms is right.
+    It answers norms and factors, so torch.nn.utils.clip_grad_norm_ and torch.amp.GradScaler work. The norm of all
+    gradients is that of the first parameter's stand-in, and the others answer 0: the norm of the norms is right.
     """
 
     @staticmethod
@@ -26,6 +28,7 @@ class Gradient(torch.Tensor):
     def __init__(self, p: torch.nn.Parameter, owner: "Sharded", first: bool) -> None:
         self.owner, self.first = owner, first
         self.factor = 1.0  # The program scaled the gradient by this.
+        self.is_zero = False  # The program cleared it by zero_().
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"forebay gradient of shape {tuple(self.shape)}"
@@ -33,11 +36,18 @@ class Gradient(torch.Tensor):
     def norm_of(self, order: Any) -> torch.Tensor:
         if order != 2:
             raise Unsupported(f"the norm of order {order} of a sharded gradient; only order 2 is kept")
+        if not _is_clipping():
+            self.owner.warn_once("the norm of one gradient of a sharded model is not known: the first parameter answers "
+                                 "the norm of all gradients, and the others answer 0; optimizer.grad_norm has it too")
         value = self.owner.gradient_norm() * self.factor if self.first else 0.0
         return torch.tensor(value, dtype=torch.float32, device=self.device)
 
     def scale(self, factor: Any) -> "Gradient":
         self.factor *= float(factor)
+        return self
+
+    def clear(self) -> "Gradient":
+        self.is_zero = True
         return self
 
     @classmethod
@@ -54,7 +64,30 @@ class Gradient(torch.Tensor):
             for gradient, factor in zip(args[0], factors):
                 gradient.scale(factor)
             return None
+        if name == "aten::_amp_foreach_non_finite_check_and_unscale_":  # GradScaler's.
+            gradients, found_inf, inverse_scale = args
+            if not math.isfinite(gradients[0].owner.gradient_norm()):
+                found_inf.fill_(1.0)
+            for gradient in gradients:
+                gradient.scale(inverse_scale)
+            return None
+        if name == "aten::zero_":
+            return args[0].clear()
+        if name == "aten::_foreach_zero_":
+            for gradient in args[0]:
+                gradient.clear()
+            return None
         if name in ("aten::detach", "aten::alias"):
             return args[0]
         raise Unsupported(f"{name} on a gradient: gradients of a sharded model lie in shards of the ranks, as sums. "
                           "Use torch.nn.utils.clip_grad_norm_() or optimizer.grad_norm")
+
+
+def _is_clipping() -> bool:
+    """A function that clips by the norm of all gradients asks, as torch.nn.utils.clip_grad_norm_() does."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if "clip" in frame.f_code.co_name or "total_norm" in frame.f_code.co_name:
+            return True
+        frame = frame.f_back
+    return False

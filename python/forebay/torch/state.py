@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
-import ctypes
 import json
 import math
 import mmap
 import os
 import struct
+import weakref
 from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
 
 import torch
@@ -24,16 +25,26 @@ Path = Union[str, os.PathLike]
 
 def install(sharded: Sharded) -> None:
     """Makes the methods of the model's modules right for parameters whose bytes come and go."""
+    collect, take = _collect(sharded), _take(sharded)
     for name, module in sharded.model.named_modules():
         module.__dict__["__deepcopy__"] = _copier(module, name)
         module.__dict__["__reduce_ex__"] = _refusal(
             f"pickling the sharded module {name or 'itself'}; save state_dict(), or use forebay.save()")
         module.__dict__["_apply"] = _apply_to(sharded, module)
         if module._parameters:
-            module._register_state_dict_hook(_collect(sharded))
-            module._register_load_state_dict_pre_hook(_take(sharded), with_module=True)
+            module._register_state_dict_hook(collect)
+        if module._parameters or module._buffers:
+            module._register_load_state_dict_pre_hook(take, with_module=True)
+    object.__setattr__(sharded.model, "_ddp_params_and_buffers_to_ignore", _NotForDDP())
     for unit in sharded.units:  # One gather for all modules of a unit.
         _hold_while_collecting(sharded, unit)
+
+
+class _NotForDDP:
+    """DistributedDataParallel asks a module for the names to ignore; this answers with a reason."""
+
+    def __iter__(self) -> Iterator[str]:
+        raise Unsupported("DistributedDataParallel over a sharded model; leave it out: forebay averages the gradients")
 
 
 def _refusal(what: str) -> Callable[..., Any]:
@@ -84,7 +95,8 @@ def _hold_while_collecting(sharded: Sharded, unit: Any) -> None:
 
     def before(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         stack = contextlib.ExitStack()
-        stack.enter_context(sharded.reading([unit]))
+        if sharded.engine is not None and sharded.collected is None:
+            stack.enter_context(sharded.reading([unit]))
         held.append(stack)
 
     def after(module: nn.Module, *_: Any) -> None:
@@ -95,26 +107,63 @@ def _hold_while_collecting(sharded: Sharded, unit: Any) -> None:
 
 
 def _collect(sharded: Sharded) -> Callable[..., None]:
+    uses = collections.Counter(p for module in sharded.model.modules() for p in module._parameters.values())
+    copies: Dict[nn.Parameter, "weakref.ref[torch.Tensor]"] = {}  # Of tied parameters, so that they stay tied.
+
     def collect(module: nn.Module, state: Dict[str, Any], prefix: str, _: Any) -> None:
-        sharded.commit()
+        if sharded.engine is None:  # The parameters are torch's still.
+            return
         for name, p in module._parameters.items():
-            if p in sharded.places and prefix + name in state:
-                units = [sharded.units[u] for u, _ in sharded.places[p]]
-                with sharded.reading([] if any(unit.held for unit in units) else units[:1]), torch.no_grad():
-                    state[prefix + name] = p.detach().clone()
+            if p not in sharded.places or prefix + name not in state:
+                continue
+            if sharded.collected is not None:
+                state[prefix + name] = sharded.collected[p]
+                continue
+            units = [sharded.units[u] for u, _ in sharded.places[p]]
+            tied = copies[p]() if p in copies else None
+            if tied is not None and any(value is tied for value in state.values()):
+                state[prefix + name] = tied
+                continue
+            with sharded.reading([] if any(unit.held for unit in units) else units[:1]), torch.no_grad():
+                state[prefix + name] = p.detach().clone()
+            if uses[p] > 1:
+                copies[p] = weakref.ref(state[prefix + name])
+
     return collect
+
+
+@contextlib.contextmanager
+def collected(model: nn.Module) -> Iterator[None]:
+    """Within, state_dict() on rank 0 works alone: its values were copied to the host, unit by unit. Collective."""
+    sharded = sharded_of(model)
+    communicator = sharded.engine.communicator if sharded.engine else None
+    values: Dict[nn.Parameter, torch.Tensor] = {}
+    for unit in sharded.units if communicator is not None else ():
+        with sharded.reading([unit]), torch.no_grad():
+            if communicator.rank == 0:
+                values.update((p, p.detach().to("cpu", copy=True)) for p in unit.plan.own)
+    sharded.collected = values if values else None
+    try:
+        yield
+    finally:
+        sharded.collected = None
 
 
 # --- load_state_dict ---
 
 def _take(sharded: Sharded) -> Callable[..., None]:
     def take(module: nn.Module, state: Dict[str, Any], prefix: str, *_: Any) -> None:
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta and prefix + name in state:
+                module._buffers[name] = torch.empty_like(state[prefix + name], dtype=buffer.dtype, device=sharded.device)
         for name, p in module._parameters.items():
             value = state.get(prefix + name)
             if p is None or value is None or value is p or getattr(p, "_forebay", None) is not sharded:
                 continue
             if value.shape != p.shape:
                 continue  # The module reports it.
+            if sharded.engine is None and not p.is_meta:
+                continue  # The parameter is torch's still.
             sharded.between_steps()
             sharded.set_value(p, value)
             state[prefix + name] = p  # Copying a tensor to itself does nothing.
@@ -131,22 +180,36 @@ def gathered(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
     Errors: InvalidArgument while gradients wait for optimizer.step(), with `write`.
     """
     sharded = sharded_of(model)
-    if write:
-        sharded.between_steps()
-    with sharded.reading(sharded.units), torch.no_grad():
-        yield model
-        values = [p.detach().clone() for p in sharded.parameters] if write else []
-    if write:
-        sharded.end_evaluation()
-        for p, value in zip(sharded.parameters, values):
-            sharded.set_value(p, value)
+    if not write:
+        with sharded.reading(sharded.units), torch.no_grad():
+            yield model
+        return
+    sharded.between_steps()
+    values: Dict[nn.Parameter, torch.Tensor] = {}
+    for unit in sharded.units:
+        with sharded.reading([unit]), torch.no_grad():
+            values.update((p, p.detach().clone()) for p in unit.plan.own)
+    sharded.end_evaluation()
+    places = {p: p.data for p in values}
+    for p, value in values.items():
+        p.data = value
+    try:
+        with torch.no_grad():
+            yield model
+        values = {p: p.data for p in values}
+    finally:
+        for p, place in places.items():
+            p.data = place
+    for p, value in values.items():
+        sharded.set_value(p, value)
 
 
-_TYPES = {"F32": ("fp32", 4), "BF16": ("bf16", 2), "F16": ("fp16", 2)}
+_TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+          "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool}
 
 
-def read_safetensors(path: Path) -> Iterator[Tuple[str, str, List[int], int, Any]]:
-    """Name, type ("fp32"), shape, address and owner of each tensor of a file; valid while the owner lives."""
+def read_safetensors(path: Path) -> Iterator[Tuple[str, torch.Tensor]]:
+    """Name and values of each tensor of a file; the file is mapped and not read at once."""
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         length = struct.unpack("<Q", file.read(8))[0] if size >= 8 else size
@@ -155,46 +218,55 @@ def read_safetensors(path: Path) -> Iterator[Tuple[str, str, List[int], int, Any
         entries = json.loads(file.read(length))
         memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     for name, entry in entries.items():
-        if name == "__metadata__":
+        if name == "__metadata__" or entry["dtype"] not in _TYPES:
             continue
-        if entry["dtype"] not in _TYPES:
-            continue
-        dtype, element_bytes = _TYPES[entry["dtype"]]
+        dtype, shape = _TYPES[entry["dtype"]], entry["shape"]
         begin, end = entry["data_offsets"]
-        if not 0 <= begin <= end <= size - 8 - length or end - begin != math.prod(entry["shape"]) * element_bytes:
+        if not 0 <= begin <= end <= size - 8 - length or end - begin != math.prod(shape) * dtype.itemsize:
             raise InvalidArgument(f"{path} is no whole safetensors file: tensor {name} has not the bytes of its shape; "
                                   "export or download it again")
-        bytes_of = ctypes.c_char * (end - begin)
-        owner = bytes_of.from_buffer(memory, 8 + length + begin)
-        yield name, dtype, entry["shape"], ctypes.addressof(owner), owner
+        if begin == end:
+            yield name, torch.empty(shape, dtype=dtype)
+            continue
+        values = torch.frombuffer(memory, dtype=dtype, count=math.prod(shape), offset=8 + length + begin)
+        yield name, values.view(shape)
 
 
 def load(model: nn.Module, path: Path) -> List[str]:
-    """Loads weights from a safetensors file, or from all such files of a directory, one tensor at a time.
+    """Loads weights and buffers from a safetensors file, or from all such files of a directory, one tensor at a time.
 
     The model may have been on the meta device. The names in the files that the model does not have are returned.
     Errors: InvalidArgument for a shape that differs and for parameters that no file has.
     """
     sharded = sharded_of(model)
-    sharded.between_steps()
+    if sharded.engine is not None or any(p.is_meta for p in sharded.parameters):
+        sharded.between_steps()
     files = ([os.path.join(path, name) for name in sorted(os.listdir(path)) if name.endswith(".safetensors")]
              if os.path.isdir(path) else [os.fspath(path)])
     if not files:
         raise InvalidArgument(f"{path} has no *.safetensors; give a file or a directory with some")
     by_name = dict(model.named_parameters(remove_duplicate=False))
+    buffers = {f"{prefix}.{name}" if prefix else name: (module, name)
+               for prefix, module in model.named_modules() for name in module._buffers}
     left = set(sharded.parameters)
     unknown: List[str] = []
     for file in files:
-        for name, dtype, shape, address, _owner in read_safetensors(file):
-            p = by_name.get(name)
-            if p is None:
+        for name, value in read_safetensors(file):
+            module, key = buffers.get(name, (None, ""))
+            target = by_name.get(name, module._buffers[key] if module else None)
+            if target is None:
                 unknown.append(name)
                 continue
-            if list(p.shape) != shape:
-                raise InvalidArgument(f"{name} has shape {shape} in {file} and {list(p.shape)} in the model; give the "
-                                      "file of this model")
-            sharded.engine.set(*sharded.places[p][0], dtype, address, p.numel())
-            left.discard(p)
+            if target.shape != value.shape:
+                raise InvalidArgument(f"{name} has shape {list(value.shape)} in {file} and {list(target.shape)} in the "
+                                      "model; give the file of this model")
+            if module is not None and target.is_meta:
+                module._buffers[key] = value.to(sharded.device, target.dtype, copy=True)
+            elif target in sharded.places:
+                sharded.set_value(target, value)
+            else:
+                target.data.copy_(value)
+            left.discard(target)
     if left:
         names = sorted(sharded.names[p] for p in left)
         raise InvalidArgument(f"{path} lacks {len(names)} parameters, {names[0]} first; its names must be those of "
@@ -225,6 +297,7 @@ def restore(model: nn.Module, directory: Path) -> Any:
     sharded = sharded_of(model)
     sharded.between_steps()
     text = sharded.engine.load(directory)
+    sharded.without_values.clear()
     saved = json.loads(text) if text else {}
     for name, entry in saved.get("parameters", {}).items():
         p = dict(model.named_parameters()).get(name)

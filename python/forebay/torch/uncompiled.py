@@ -20,6 +20,7 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
             if "torch._dynamo" not in sys.modules:
                 return function(*args, **kwargs)
             disabled = torch.compiler.disable(function)
+            torch._dynamo.eval_frame.skip_code(call.__code__)  # Else this wrapper is compiled for each `function`.
         return disabled(*args, **kwargs)
 
     call._torchdynamo_disable = True  # Where a compiled function calls it, the graph ends.
