@@ -117,6 +117,36 @@ def trainer_log(is_sharded, stage=3, **arguments):
     return log, forebay.digest(model) if is_sharded else None
 
 
+def saved_and_resumed(is_sharded, directory):
+    """A run of the Trainer's own making, and the rest of it from its first checkpoint."""
+    def run(resume):
+        transformers.set_seed(0)
+        model = gpt2()
+        if is_sharded:
+            forebay.shard(model, stage=3)
+        trainer = transformers.Trainer(
+            model=model, train_dataset=Data(), eval_dataset=Data(), args=transformers.TrainingArguments(
+                output_dir=directory, max_steps=4, logging_steps=1, learning_rate=1e-3, weight_decay=0.1, use_cpu=True,
+                seed=0, per_device_train_batch_size=2, report_to=[], save_strategy="steps", save_steps=2,
+                eval_strategy="steps", eval_steps=2, load_best_model_at_end=not resume, disable_tqdm=True))
+        trainer.train(resume_from_checkpoint=os.path.join(directory, "checkpoint-2") if resume else None)
+        log = [{key: row[key] for key in ("loss", "grad_norm", "eval_loss") if key in row}
+               for row in trainer.state.log_history]
+        return trainer, model, log
+
+    trainer, model, whole = run(False)
+    digests = [forebay.digest(model) if is_sharded else ""]
+    trainer, model, resumed = run(True)
+    digests.append(forebay.digest(model) if is_sharded else "")
+    trainer.save_model(os.path.join(directory, "last"))
+    if os.environ.get("RANK", "0") != "0":
+        return None
+    found = transformers.AutoModelForCausalLM.from_pretrained(os.path.join(directory, "last"))
+    return {"whole": whole, "resumed": resumed, "digests": digests,
+            "tied": os.path.getsize(os.path.join(directory, "last", "model.safetensors")),
+            "sum": sum(p.double().sum().item() for p in found.parameters())}
+
+
 class Close(unittest.TestCase):
     def close(self, seen, expected):
         self.assertEqual(len(seen), len(expected))
@@ -180,15 +210,16 @@ class Adapters(Close):
 
 
 class Accelerate(Close):
-    def losses(self, is_sharded):
+    def losses(self, is_sharded, wraps=False):
         import accelerate
         transformers.set_seed(0)
         accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
         model = llama()
         if is_sharded:
             forebay.shard(model, stage=3)
+        if is_sharded and wraps:
             optimizer = forebay.AdamW(model, lr=1e-3)
-        else:
+        else:  # accelerator.prepare() wraps it.
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=4)
         model, optimizer, data, scheduler = accelerator.prepare(
@@ -209,6 +240,28 @@ class Accelerate(Close):
     def test_a_loop_with_accumulation(self):
         expected = self.losses(False)
         self.close(self.losses(True), expected)
+        self.close(self.losses(True, wraps=True), expected)
+
+    def test_a_state_that_accelerate_saved(self):
+        import accelerate
+        with tempfile.TemporaryDirectory() as directory, warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)  # The moments are saved.
+            digests = []
+            for is_resumed in (False, True):
+                transformers.set_seed(0)
+                accelerator = accelerate.Accelerator(cpu=True)
+                model = forebay.shard(llama(), stage=3)
+                model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+                if is_resumed:
+                    accelerator.load_state(directory)
+                for step in range(2 if is_resumed else 0, 4):
+                    if step == 2 and not is_resumed:
+                        accelerator.save_state(directory)
+                    accelerator.backward(model(**inputs(model, step)).loss)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                digests.append(forebay.digest(model))
+        self.assertEqual(digests[0], digests[1])
 
 
 class Trainer(Close):
@@ -240,13 +293,29 @@ class Trainer(Close):
         [(_, digest)] = self.torchrun({"is_sharded": True, "stage": 3, "gradient_checkpointing": True})
         self.assertEqual(digests, {digest})
 
+    def test_it_makes_the_optimizer_saves_and_resumes(self):
+        """On one rank and on two, by the Trainer's defaults: its AdamW, and checkpoints."""
+        with tempfile.TemporaryDirectory() as directory:
+            results = [saved_and_resumed(False, os.path.join(directory, "plain"))]
+            results.append(saved_and_resumed(True, os.path.join(directory, "sharded")))
+            for is_sharded in (False, True):
+                results += support.torchrun(__file__, 2, {"kind": "saved_and_resumed", "is_sharded": is_sharded,
+                                                          "directory": os.path.join(directory, str(is_sharded))})
+        for expected, seen in (results[:2], results[2:]):
+            for key in ("whole", "resumed"):
+                self.same_log(seen[key], expected[key])
+            self.assertEqual(seen["digests"][0], seen["digests"][1])
+            self.assertEqual(seen["tied"], expected["tied"])
+            self.close([seen["sum"]], [expected["sum"]])
+
     def torchrun(self, case):
         return support.torchrun(__file__, 2, case)
 
 
 if __name__ == "__main__":
     if len(sys.argv) > 1 and sys.argv[1].startswith("{"):  # A rank of a test.
-        result = trainer_log(**json.loads(sys.argv[1]))
+        case = json.loads(sys.argv[1])
+        result = globals()[case.pop("kind", "trainer_log")](**case)
         if os.environ["RANK"] == "0":
             support.show(result)
     else:

@@ -1,0 +1,149 @@
+"""Hugging Face's accelerate and Trainer over a sharded model: no wrapper around it, forebay's optimizer in place of
+torch.optim.AdamW, and checkpoints that all ranks write."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.abc
+import importlib.util
+import os
+import sys
+import warnings
+from types import ModuleType
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
+
+import torch
+from torch import nn
+
+from forebay.torch import state
+from forebay.torch.optimizer import Optimizer, wrap
+
+STATE = "forebay"  # The directory of the saved state within one of the Trainer's checkpoints.
+
+
+def _sharded_in(model: Any) -> Optional[nn.Module]:
+    """The sharded module: `model` or one within it."""
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    return next((one for one in modules if "_forebay" in one.__dict__), None)
+
+
+@contextlib.contextmanager
+def _moments_are_saved() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="optimizer.state_dict\\(\\) has no moments")
+        yield
+
+
+def _teach_accelerate(module: ModuleType) -> None:
+    cls = module.Accelerator
+    prepare_model, prepare_optimizer = cls.prepare_model, cls.prepare_optimizer
+
+    @functools.wraps(prepare_model)
+    def model_as_it_is(self: Any, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        if "_forebay" not in model.__dict__:
+            return prepare_model(self, model, *args, **kwargs)
+        if not any(one is model for one in self._models):
+            self._models.append(model)
+        return model
+
+    @functools.wraps(prepare_optimizer)
+    def wrapped(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(optimizer, torch.optim.Optimizer) and not isinstance(optimizer, Optimizer):
+            if any(hasattr(p, "_forebay") for group in optimizer.param_groups for p in group["params"]):
+                optimizer = wrap(optimizer)
+        return prepare_optimizer(self, optimizer, *args, **kwargs)
+
+    save_state, load_state = cls.save_state, cls.load_state
+
+    @functools.wraps(save_state)
+    def with_moments(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def save(models: List[nn.Module], _: Any, directory: str) -> None:
+            for i, model in enumerate(models):
+                if "_forebay" in model.__dict__:
+                    state.save(model, os.path.join(directory, f"{STATE}_{i}"))
+        hook = self.register_save_state_pre_hook(save)
+        try:
+            with _moments_are_saved():
+                return save_state(self, *args, **kwargs)
+        finally:
+            hook.remove()
+
+    @functools.wraps(load_state)
+    def moments_too(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found: List[Tuple[nn.Module, str]] = []
+        hook = self.register_load_state_pre_hook(lambda models, directory: found.extend(
+            (model, os.path.join(directory, f"{STATE}_{i}")) for i, model in enumerate(models)))
+        try:
+            result = load_state(self, *args, **kwargs)
+        finally:
+            hook.remove()
+        for model, directory in found:
+            if "_forebay" in model.__dict__ and os.path.isdir(directory):
+                state.restore(model, directory)
+        return result
+
+    cls.prepare_model, cls.prepare_optimizer = model_as_it_is, wrapped
+    cls.save_state, cls.load_state = with_moments, moments_too
+
+
+def _teach_trainer(module: ModuleType) -> None:
+    cls = module.Trainer
+    save_model, save_states, load_states = (cls.save_model, cls._save_optimizer_and_scheduler,
+                                            cls._load_optimizer_and_scheduler)
+
+    @functools.wraps(save_model)
+    def saved_by_all(self: Any, *args: Any, **kwargs: Any) -> None:
+        model = _sharded_in(self.model)
+        with state.collected(model) if model is not None else contextlib.nullcontext():
+            save_model(self, *args, **kwargs)
+
+    @functools.wraps(save_states)
+    def with_moments(self: Any, output_dir: str, *args: Any, **kwargs: Any) -> None:
+        model = _sharded_in(self.model)
+        with _moments_are_saved():
+            save_states(self, output_dir, *args, **kwargs)
+        if model is not None:
+            state.save(model, os.path.join(output_dir, STATE))
+
+    @functools.wraps(load_states)
+    def moments_too(self: Any, checkpoint: Any, *args: Any, **kwargs: Any) -> None:
+        load_states(self, checkpoint, *args, **kwargs)
+        model = _sharded_in(self.model)
+        if model is not None and checkpoint and os.path.isdir(os.path.join(checkpoint, STATE)):
+            state.restore(model, os.path.join(checkpoint, STATE))
+
+    cls.save_model, cls._save_optimizer_and_scheduler, cls._load_optimizer_and_scheduler = (saved_by_all, with_moments,
+                                                                                            moments_too)
+
+
+_LESSONS: Dict[str, Callable[[ModuleType], None]] = {"accelerate.accelerator": _teach_accelerate,
+                                                     "transformers.trainer": _teach_trainer}
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Teaches a module right after its import, because importing it here would cost programs that do not use it."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name not in _LESSONS:
+            return None
+        teach = _LESSONS.pop(name)
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            teach(module)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+@functools.lru_cache(maxsize=None)
+def install() -> None:
+    """Once; called by shard()."""
+    for name in [name for name in _LESSONS if name in sys.modules]:
+        _LESSONS.pop(name)(sys.modules[name])
+    sys.meta_path.insert(0, _AfterImport())
