@@ -33,7 +33,7 @@ def output_of(statement, torch=True):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "LD_LIBRARY_PATH": FAKE_CUDA,
                    "FAKE_CUDA_MEMORY": str(256 << 20), "FOREBAY_LOG": "info"}
     done = subprocess.run([sys.executable, "-c", PROGRAM.format(statement=statement)], env=environment, text=True,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=60, check=False)
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300, check=False)
     return done.stdout
 
 

@@ -4,6 +4,7 @@ A test class that inherits from these defines adamw(model), which shards the mod
 same(seen, expected) for losses and same_weights(seen, expected) for tensors.
 """
 
+import contextlib
 import warnings
 
 import torch
@@ -105,6 +106,19 @@ class Passes:
             loss.backward()
             optimizer.step()
             return loss.item()
+        self.compare(body)
+
+    def test_no_sync(self):
+        def body(model, optimizer, step):
+            seen = []
+            for i in range(3):
+                with model.no_sync() if i < 2 and hasattr(model, "no_sync") else contextlib.nullcontext():
+                    loss = model(*models.batch(step, i)) / 3
+                    loss.backward()
+                seen.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+            return seen
         self.compare(body)
 
     def test_gradients_that_are_set_to_zero(self):

@@ -65,7 +65,7 @@ def alone(options):
 
 def fewer(options):
     """Rank 1 leaves out a forward pass. The text of the error."""
-    made = forebay.shard(models.make(), **options, deadline=3000, join_deadline=60000)
+    made = forebay.shard(models.make(), **options, deadline=60000)
     optimizer = forebay.AdamW(made, lr=1e-2)
     models.train(made, optimizer, rank=RANK)
     try:

@@ -26,7 +26,7 @@ def run(program, *arguments, ranks=1, directory=None):
             start += ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d",
                       "--rdzv-endpoint", "localhost:0", "--log-dir", logs, "--redirects", "1"]
         done = subprocess.run([*start, str(program), *arguments], capture_output=True, text=True, env=ENVIRONMENT,
-                              cwd=directory, timeout=400, check=False)
+                              cwd=directory, timeout=900, check=False)
         files = sorted(pathlib.Path(logs).rglob("stdout.log"))
         output = done.stdout + "".join(file.read_text(encoding="utf-8") for file in files)
     if done.returncode:

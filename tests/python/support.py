@@ -33,7 +33,7 @@ def skip(reason):
     sys.exit(77)
 
 
-def torchrun(program, ranks, case, timeout=250):
+def torchrun(program, ranks, case, timeout=900):
     """Runs a program with `case` as JSON on ranks of this host. The results that its ranks gave to show()."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", str(ranks),
