@@ -3,6 +3,7 @@
 One rank in this process; two and three as processes under torchrun.
 """
 
+import gc
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import unittest
+import weakref
 
 import support
 
@@ -242,6 +244,18 @@ class OneRank(unittest.TestCase):
         planned = forebay.plan(large, ranks=64, stage=3, dtype="bf16", units=["Block"])
         self.assertEqual(sum(len(unit["parameters"]) for unit in planned["model"]["units"]),
                          len(list(large.parameters())))
+
+    def test_a_model_that_is_dropped_gives_its_memory_back(self):
+        """As a cell of a notebook that runs again. A gradient is there, and the guard is on."""
+        for steps in (0, 1):
+            model = forebay.shard(models.make(), stage=3)
+            optimizer = forebay.AdamW(model, lr=1e-2)
+            models.train(model, optimizer, steps=steps)
+            model(*models.batch(0, 0)).backward()
+            dropped = weakref.ref(model), weakref.ref(model._forebay.engine)
+            del model, optimizer
+            gc.collect()
+            self.assertEqual([one() for one in dropped], [None, None])
 
     def test_nothing_grows(self):
         model = forebay.shard(models.make(layers=1, width=16), stage=3)

@@ -12,6 +12,7 @@ import itertools
 import os
 import sys
 import warnings
+import weakref
 import zlib
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Set, Tuple
 
@@ -267,6 +268,7 @@ class Sharded:
         self._compare_values(engine.communicator)
         engine.commit()
         self.engine = engine
+        me = weakref.ref(self)  # The garbage collector does not see through torch's tensors to their hooks and gradients.
         for p in self.parameters:
             unit, index = self.places[p][0]
             if p.is_meta:
@@ -275,8 +277,8 @@ class Sharded:
                 self.set_value(p, p.detach())
             self._bind(p, self.view(engine.address(unit, index), p.shape))
             if p.requires_grad:
-                p.register_post_accumulate_grad_hook(self.take_gradient)
-        self.stand_ins = {p: stand_in.Gradient(p, self, i == 0)
+                p.register_post_accumulate_grad_hook(lambda p: me().take_gradient(p))
+        self.stand_ins = {p: stand_in.Gradient(p, me, i == 0)
                           for i, p in enumerate(q for q in self.parameters if q.requires_grad)}
         self.frozen = [not p.requires_grad for p in self.parameters]
         self.guard = guard.Guard(self, always=bool(self.given.get("check")))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,10 +23,10 @@ class Gradient(torch.Tensor):
     """
 
     @staticmethod
-    def __new__(cls, p: torch.nn.Parameter, owner: "Sharded", first: bool) -> "Gradient":
+    def __new__(cls, p: torch.nn.Parameter, owner: "weakref.ref[Sharded]", first: bool) -> "Gradient":
         return torch.Tensor._make_wrapper_subclass(cls, p.shape, dtype=p.dtype, device=p.device)
 
-    def __init__(self, p: torch.nn.Parameter, owner: "Sharded", first: bool) -> None:
+    def __init__(self, p: torch.nn.Parameter, owner: "weakref.ref[Sharded]", first: bool) -> None:
         self.owner, self.first = owner, first
         self.factor = 1.0  # The program scaled the gradient by this.
         self.is_zero = False  # The program cleared it by zero_().
@@ -37,9 +38,9 @@ class Gradient(torch.Tensor):
         if order != 2:
             raise Unsupported(f"the norm of order {order} of a sharded gradient; only order 2 is kept")
         if not _is_clipping():
-            self.owner.warn_once("the norm of one gradient of a sharded model is not known: the first parameter answers "
+            self.owner().warn_once("the norm of one gradient of a sharded model is not known: the first parameter answers "
                                  "the norm of all gradients, and the others answer 0; optimizer.grad_norm has it too")
-        value = self.owner.gradient_norm() * self.factor if self.first else 0.0
+        value = self.owner().gradient_norm() * self.factor if self.first else 0.0
         return torch.tensor(value, dtype=torch.float32, device=self.device)
 
     def scale(self, factor: Any) -> "Gradient":
@@ -66,7 +67,7 @@ class Gradient(torch.Tensor):
             return None
         if name == "aten::_amp_foreach_non_finite_check_and_unscale_":  # GradScaler's.
             gradients, found_inf, inverse_scale = args
-            if not math.isfinite(gradients[0].owner.gradient_norm()):
+            if not math.isfinite(gradients[0].owner().gradient_norm()):
                 found_inf.fill_(1.0)
             for gradient in gradients:
                 gradient.scale(inverse_scale)
