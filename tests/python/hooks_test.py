@@ -106,6 +106,23 @@ class EqualsPlainTorch(unittest.TestCase):
             with self.subTest(kind):
                 self.compare(shared_block=True, recompute=kind)
 
+    def test_a_compiled_model(self):
+        """The third finds the graphs of the first, which have no hooks."""
+        losses = []
+        for is_sharded in (False, True, False, True):
+            model = models.make()
+            optimizer = adamw(sharded(model)) if is_sharded else plain_adamw(model)
+            compiled = torch.compile(model, backend="aot_eager")
+            seen = []
+            for step in range(4):
+                loss = compiled(*models.batch(step, 0))
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                seen.append(loss.item())
+            losses.append(seen)
+        self.assertEqual(losses[1:], losses[:1] * 3)
+
     def test_compiled_blocks(self):
         losses = []
         for is_sharded in (False, True):
@@ -404,6 +421,7 @@ class Guard(unittest.TestCase):
         self.assertEqual(torch.zeros_like(model.norm.weight).shape, model.norm.weight.shape)  # Reads no values.
         optimizer.zero_grad()
         model(*models.batch(1, 0)).backward()
+        optimizer.step()
         self.assertFalse(model._forebay.guard.entered)
         with forebay.gathered(model):
             average.update_parameters(model)

@@ -397,7 +397,7 @@ class GuardedMemory(unittest.TestCase):
 def read_released():
     model = forebay.shard(models.make(), stage=3, guard=True)
     optimizer = forebay.AdamW(model)
-    models.train(model, optimizer, steps=2)  # The operators of the first step are checked one by one.
+    models.train(model, optimizer, steps=3)  # The operators of the first two are checked one by one.
     print(model.blocks[0].up.weight.sum().item())
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from forebay.torch import describe, huggingface, state
+from forebay.torch import describe, huggingface, state, uncompiled
 from forebay.torch.activations import offload_activations
 from forebay.torch.optimizer import AdamW, Optimizer, wrap
 from forebay.torch.sharded import Sharded
@@ -41,6 +41,7 @@ def shard(model: nn.Module, **options: Any) -> nn.Module:
     if not hasattr(model, "no_sync"):
         object.__setattr__(model, "no_sync", contextlib.nullcontext)  # Every micro-step reduces.
     huggingface.install()
+    uncompiled.guard_hooks()
     if sharded.offloads_activations:
         offload_activations(model)
     return model

@@ -18,8 +18,10 @@ if TYPE_CHECKING:
 
 
 class Guard(TorchDispatchMode):
-    """Checks the arguments of every operator: from the making of the optimizer to the second step, in the first
-    evaluation, or always. It costs some 10 us an operator."""
+    """Checks the arguments of every operator: from the making of the optimizer to the end of the second step, in the
+    first evaluation, or always. It costs some 10 us an operator."""
+
+    STEPS = 2  # Reads between the first step and the second are found, as those of averages of weights.
 
     def __init__(self, owner: "Sharded", always: bool) -> None:
         super().__init__()
@@ -40,14 +42,14 @@ class Guard(TorchDispatchMode):
         return self.always or self.first or self.first_evaluation
 
     def begin_step(self) -> None:
-        if self.steps == 0 or self.always:
+        if self.first or self.always:
             self.enter()
-        elif self.first:  # Reads after the first step were checked too, as those of averaged weights.
-            self.first = False
-            self.leave()
 
     def end_step(self) -> None:
         self.steps += 1
+        self.first = self.steps < self.STEPS
+        if not self.first and not self.always:
+            self.leave()  # Not within a forward pass, which may be compiled.
 
     def begin_evaluation(self) -> None:
         if (self.first_evaluation or self.always) and not self.checks:

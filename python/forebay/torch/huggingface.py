@@ -5,18 +5,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.abc
-import importlib.util
 import os
-import sys
 import warnings
 from types import ModuleType
-from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Iterator, List, Optional, Tuple
 
 import torch
 from torch import nn
 
 from forebay.torch import state
+from forebay.torch.after_import import after_import
 from forebay.torch.optimizer import Optimizer, wrap
 
 STATE = "forebay"  # The directory of the saved state within one of the Trainer's checkpoints.
@@ -117,33 +115,8 @@ def _teach_trainer(module: ModuleType) -> None:
                                                                                             moments_too)
 
 
-_LESSONS: Dict[str, Callable[[ModuleType], None]] = {"accelerate.accelerator": _teach_accelerate,
-                                                     "transformers.trainer": _teach_trainer}
-
-
-class _AfterImport(importlib.abc.MetaPathFinder):
-    """Teaches a module right after its import, because importing it here would cost programs that do not use it."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name not in _LESSONS:
-            return None
-        teach = _LESSONS.pop(name)
-        spec = importlib.util.find_spec(name)
-        if spec is None or spec.loader is None:
-            return spec
-        execute = spec.loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            execute(module)
-            teach(module)
-
-        spec.loader.exec_module = exec_module
-        return spec
-
-
 @functools.lru_cache(maxsize=None)
 def install() -> None:
     """Once; called by shard()."""
-    for name in [name for name in _LESSONS if name in sys.modules]:
-        _LESSONS.pop(name)(sys.modules[name])
-    sys.meta_path.insert(0, _AfterImport())
+    after_import("accelerate.accelerator", _teach_accelerate)
+    after_import("transformers.trainer", _teach_trainer)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import functools
 import sys
+from types import ModuleType
 from typing import Any, Callable, Optional
 
 import torch
+
+from forebay.torch.after_import import after_import
 
 
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -25,3 +28,17 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
     call._torchdynamo_disable = True  # Where a compiled function calls it, the graph ends.
     return call
+
+
+@functools.lru_cache(maxsize=None)
+def guard_hooks() -> None:
+    """torch.compile() looks for hooks before it takes a graph again. Called by shard().
+
+    By default it does not, so a graph of another model of the same class would run without the hooks.
+    """
+    def teach(config: ModuleType) -> None:
+        config.skip_nnmodule_hook_guards = False
+        if hasattr(sys.modules.get("torch._dynamo"), "reset"):
+            torch._dynamo.reset()  # Graphs from before.
+
+    after_import("torch._dynamo.config", teach)
