@@ -222,7 +222,8 @@ class Sharded:
         self.places: Dict[nn.Parameter, List[Tuple[int, int]]] = {}
         self.views: Dict[Tuple[nn.Parameter, int], torch.Tensor] = {}
         self.tasks: Set[int] = set()  # Backward passes that this thread is in.
-        self.evaluating = self.in_step = self.backward_over = self.stepped = False
+        self.evaluating = self.in_step = self.backward_over = False
+        self.stepped = self.adds_to_last = False  # Without zero_grad() since the last step.
         self.micro_step = 0
         self.has_gradients = False
         self.norm: Optional[float] = None
@@ -487,9 +488,8 @@ class Sharded:
 
     def begin_backward(self) -> None:
         self.commit()
-        if self.stepped and any(p.grad is not None for p in self.stand_ins):
-            self.warn_once("optimizer.zero_grad() was not called after optimizer.step(); plain torch would add the "
-                           "gradients of the last step to these, and forebay does not")
+        if self.stepped:
+            self.adds_to_last = any(p.grad is not None for p in self.stand_ins)
         self.stepped = False
         passes = [1] * len(self.units)
         if self.in_step and self.has_gradients and self.gradients_were_cleared():
@@ -573,6 +573,9 @@ class Sharded:
         if self.gradients_were_cleared():
             self.abandon()
             return None
+        if self.adds_to_last:  # And nothing has cleared them since.
+            self.warn_once("optimizer.zero_grad() was not called after optimizer.step(); plain torch would add the "
+                           "gradients of the last step to these, and forebay does not")
         factors = {gradient.factor for gradient in self.stand_ins.values()}
         if len(factors) > 1:
             raise Unsupported("some gradients were scaled by other factors than the rest; scale or clip all of them "
@@ -611,7 +614,7 @@ class Sharded:
         for unit in self.units:
             unit.calls.clear()
             unit.held, unit.in_backward, unit.forwards = 0, False, 0
-        self.in_step = self.has_gradients = False
+        self.in_step = self.has_gradients = self.adds_to_last = False
         self.tasks.clear()
         for p in self.stand_ins:
             p.grad = None
