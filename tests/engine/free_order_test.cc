@@ -118,6 +118,8 @@ constexpr Program kPrograms[] = {
      }},
     {"an abandoned step on all ranks",
      [](ToyOptions& o) { o.abandons = [](int, int step) { return step == 1; }; }},
+    {"all ranks abandon the first steps",
+     [](ToyOptions& o) { o.abandons = [](int, int step) { return step < 2; }; }},
 };
 
 void check(const Program& program, ToyOptions options) {
@@ -279,9 +281,9 @@ TEST(FreeOrderFiles, ProgramsHaveTheBitsOfPlainLoops) {
   }
 }
 
-std::string error_of(ToyOptions options) {
+std::string error_of(ToyOptions options, const WorldOptions& world = {}) {
   try {
-    static_cast<void>(run_toy(options));
+    static_cast<void>(run_toy(options, world));
   } catch (const Error& error) {
     return error.what();
   }
@@ -399,40 +401,30 @@ TEST(FreeOrderSlots, NamesTheUnitsThatTheBudgetHasNoRoomFor) {
   });
 }
 
-// A rank cannot follow an order that it does not know.
-TEST(FreeOrderCalls, AbandonNeedsAnOrderWithSeveralRanks) {
+// Evaluations before the step are over on all ranks.
+TEST(FreeOrderCalls, AllRanksMayAbandonBeforeAnOrderIsKnown) {
   ToyOptions options = recorded_options(2, DataType::kFloat32, 2);
   run_ranks(2, {}, [&](Rank& rank) {
     ToyTrainer trainer(options, rank);
     trainer.initialize();
-    // All ranks, before any leased a unit.
     trainer.engine().step_begin();
     trainer.engine().abandon();
-    const Stream stream = value_or_throw(rank.backend->stream_create());
-    // Evaluations before the step are over on all ranks.
-    trainer.engine().evaluation_begin();
-    static_cast<void>(trainer.engine().forward(0, stream));
-    trainer.engine().evaluation_end();
+    trainer.evaluate_all();
     trainer.engine().step_begin();
     trainer.engine().abandon();
-    trainer.engine().step_begin();
-    trainer.engine().micro_step_begin(0);
-    static_cast<void>(trainer.engine().forward(0, stream));
-    try {
-      trainer.engine().abandon();
-      ADD_FAILURE() << "abandoned";
-    } catch (const Error& error) {
-      EXPECT_EQ(error.code(), StatusCode::kUnsupported);
-      EXPECT_NE(std::string(error.what()).find("recorded_order"), std::string::npos) << error.what();
-    }
-    // Nothing changed.
-    static_cast<void>(trainer.engine().backward(0, stream));
-    EXPECT_FALSE(trainer.engine().step({.groups = options.groups}).abandoned);
-    trainer.engine().step_begin();
-    trainer.engine().abandon();
-    EXPECT_EQ(trainer.engine().attempted_steps(), 1u);
-    throw_if_error(rank.backend->stream_destroy(stream));
+    EXPECT_EQ(trainer.engine().attempted_steps(), 0u);
   });
+}
+
+// A rank cannot follow an order that it does not know.
+TEST(FreeOrderCalls, ARankAloneCannotAbandonBeforeAnOrderIsKnown) {
+  ToyOptions options = recorded_options(2, DataType::kFloat32, 2);
+  options.abandons = [](int rank, int step) { return step == 0 && rank == 0; };
+  WorldOptions world;
+  world.local.deadline = std::chrono::seconds(1);
+  const std::string message = error_of(options, world);
+  EXPECT_NE(message.find("rank 0 in exchange"), std::string::npos) << message;
+  EXPECT_NE(message.find("rank 1 in reduce_scatter"), std::string::npos) << message;
 }
 
 TEST(FreeOrderCalls, OutOfTurnChangeNothing) {

@@ -44,9 +44,11 @@ def table(dtype, files):
 
 
 def clear(options):
-    """Gradients of the second step's first batch are dropped on all ranks, after a step has been recorded."""
+    """Gradients of the first batch of the first and of the second step are dropped on all ranks."""
     made = forebay.shard(models.make(), **options)
     optimizer = forebay.AdamW(made, lr=1e-2)
+    made(*models.batch(7, 8, RANK)).backward()
+    made.zero_grad()
     models.train(made, optimizer, steps=1, rank=RANK)
     made(*models.batch(7, 7, RANK)).backward()
     made.zero_grad()

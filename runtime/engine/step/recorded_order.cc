@@ -213,16 +213,11 @@ void Engine::Impl::abandon(int count) {
            std::to_string(options.micro_steps));
   }
   check_peers();
-  // A rank that does not know the order cannot follow the collectives of ranks that go on.
+  // A rank that does not know the order cannot follow the collectives of ranks that go on, so all abandon
+  // here.
   const bool all_abandon = ranks() > 1 && !recorder->known();
-  if (all_abandon && !recorder->is_empty(evaluated_in_step)) {
-    throw Error(
-        StatusCode::kUnsupported,
-        "abandon() before a step was recorded, and after units were leased in this step: this rank does not "
-        "know the "
-        "collectives that the other ranks run; set EngineOptions::recorded_order to the order of an earlier "
-        "run, or end the ranks");
-  }
+  if (all_abandon) count = begun;
+  const bool is_unused = recorder->is_empty(evaluated_in_step);
   gives_up = true;
   for (const LiveLease& lease : leases) {
     must(close_aliases(lease.unit, lease.stream, lease.backward));
@@ -232,7 +227,7 @@ void Engine::Impl::abandon(int count) {
   for (Unit& u : units) u.readers = u.open_backwards = 0;
   if (after_evaluation) end_evaluation();
   if (!abandoned) {
-    if (all_abandon) {
+    if (all_abandon && is_unused) {
       recorder->clear();
       passes_ended = true;
     } else if (phase == Phase::kForward) {

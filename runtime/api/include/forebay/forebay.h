@@ -731,10 +731,10 @@ FOREBAY_API int32_t forebay_step(forebay_engine* engine, forebay_step_result* re
  * other ranks run in this step, those that were begun included; 0: as many as the option micro-steps. With
  * one rank, or where all abandon, 0 is right. This rank takes part in the collectives of these micro-steps,
  * as they were recorded, and of no evaluation: the other ranks must follow the recorded order, or the engine
- * fails. Before an order was recorded it works only if every rank abandons before it acquires a unit in the
- * step; evaluations before the step do not count. Order-of-units "recorded" only. Collective.
- * Errors: FOREBAY_UNSUPPORTED with several ranks, before an order was recorded, after units were acquired in
- * the step; nothing changes then. */
+ * fails. Before an order was recorded every rank abandons, after the same acquisitions in the step;
+ * evaluations before the step do not count. Order-of-units "recorded" only. Collective.
+ * Errors: FOREBAY_INVALID_ARGUMENT where ranks differ before an order was recorded, at the latest after a
+ * deadline, with the operations and their ranks; the engine is failed then. */
 FOREBAY_API int32_t forebay_abandon(forebay_engine* engine, int32_t micro_steps);
 
 /* == Engine: state ==

@@ -448,11 +448,11 @@ class Engine {
   // does nothing else. Then training goes on with step_begin(). Recorded order only.
   // Order:  in a step. Other ranks run their step, of `micro_steps` micro-steps in all (0:
   //         EngineOptions::micro_steps), without evaluations within it, or call abandon() too. Before an
-  //         order has been recorded or given, all ranks call it, before they lease a unit in the step.
+  //         order has been recorded or given, all ranks call it, after the same leases in the step.
   //         Evaluations before the step do not count. The others follow the recorded order. Collective.
-  // Errors: kUnsupported with several ranks, before an order has been recorded or given, after units were
-  //         leased in the step: this rank does not know the collectives that the others run. Nothing changes
-  //         then.
+  // Errors: kInvalidArgument where ranks differ before an order has been recorded or given, at the latest
+  //         after a deadline, with the operations and their ranks: a rank alone does not know the
+  //         collectives that the others run. The engine is failed then.
   void abandon(int micro_steps = 0);
   // The order in which the last steps and evaluations used units, for ShardingOptions::recorded_order. It is
   // the same text on every rank. Empty in strict order, and before a step has ended.
