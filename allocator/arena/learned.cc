@@ -189,8 +189,9 @@ Status LearnedPlacements::move_to(std::size_t granule, std::size_t reserve, std:
     const std::size_t bytes = chunk_bytes[mapping.chunk];
     const std::size_t last = moved(mapping.offset + bytes - 1);
     mapping.offset = moved(mapping.offset);
+    // With fewer addresses, a range may begin before the first one and end behind it.
     const bool fits = bytes % granule == 0 && mapping.offset % granule == 0 && mapping.offset >= last_end &&
-                      last < reserve && last + 1 - mapping.offset == bytes;
+                      mapping.offset <= last && last < reserve && last + 1 - mapping.offset == bytes;
     if (!fits) return too_few;
     last_end = last + 1;
   }

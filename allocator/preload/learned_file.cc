@@ -1,5 +1,7 @@
 #include "allocator/preload/learned_file.h"
 
+#include <sys/stat.h>
+
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
@@ -16,6 +18,10 @@ Result<std::string> read_learned_file(const std::string& path) {
     return Status(StatusCode::kIoError, "cannot read the learned placements in ", shown_path(path), ": ",
                   found_and_try);
   };
+  // A pipe would wait for its other end, in each process of a run.
+  struct stat facts {};
+  if (::stat(path.c_str(), &facts) == 0 && !S_ISREG(facts.st_mode))
+    return refusal("it is no regular file; name one that `forebay replay --learn` wrote");
   const std::unique_ptr<std::FILE, int (*)(std::FILE*)> file(std::fopen(path.c_str(), "rbe"), &std::fclose);
   if (file == nullptr) return refusal(std::string(std::strerror(errno)) + "; check the path");
   std::string text;

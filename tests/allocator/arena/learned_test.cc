@@ -1,5 +1,7 @@
 // Learned placements: a later run of the same job has the waste of the steady state from its first pass on,
 // another job is served as without them, and damaged ones are refused.
+#include "allocator/arena/learned.h"
+
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -168,6 +170,23 @@ TEST(LearnedPlacements, AnArenaRefusesThoseThatDoNotFit) {
   EXPECT_NE(arena.status().message().find("larger range of addresses"), std::string::npos)
       << arena.status().message();
   EXPECT_EQ(backend->live_handle_count(), 0u);
+}
+
+// A file by hand: its sum is right, and its only mapping would begin before the first address of a smaller
+// device and end behind it.
+TEST(LearnedPlacements, AMappingAcrossTheFirstAddressIsRefused) {
+  constexpr std::size_t kTebibyte = std::size_t{1} << 40;
+  internal::LearnedPlacements learned;
+  learned.granule_bytes = 2_MiB;
+  learned.reserve_bytes = 1024 * kTebibyte;
+  learned.chunk_bytes = {4_MiB};
+  internal::LearnedPlacements moved = learned;
+  moved.mappings = {{learned.reserve_bytes - kTebibyte - 2_MiB, 0}};
+  ASSERT_TRUE(check_learned_placements(moved.encode()).ok());
+  EXPECT_EQ(moved.move_to(2_MiB, kTebibyte, 0).code(), StatusCode::kInvalidArgument);
+  moved.mappings = {{learned.reserve_bytes - kTebibyte, 0}};
+  EXPECT_TRUE(moved.move_to(2_MiB, kTebibyte, 0).ok());
+  EXPECT_EQ(moved.mappings[0].offset, 0u);
 }
 
 TEST(LearnedPlacements, AreLearntFromNothingLiveOn) {
