@@ -13,6 +13,12 @@ constexpr double kHostUpdateBytes = 28;
 
 }  // namespace
 
+std::chrono::nanoseconds bounded_nanoseconds(double seconds) {
+  constexpr auto kMost = static_cast<double>(kModelTimeEnd.count());
+  const double ns = seconds * 1e9;
+  return std::chrono::nanoseconds(static_cast<std::int64_t>(ns < kMost ? ns : kMost));
+}
+
 // Requires: the device has the type.
 ClusterTiming::ClusterTiming(const ClusterDescription& cluster, DataType type)
     : cluster_(cluster),
@@ -41,7 +47,7 @@ ModelWork ClusterTiming::copy(ModelCopy kind, std::uint64_t bytes) const {
 }
 
 std::chrono::nanoseconds ClusterTiming::queue_time() const {
-  return std::chrono::nanoseconds(static_cast<std::int64_t>(cluster_.device.queue_seconds * 1e9));
+  return bounded_nanoseconds(cluster_.device.queue_seconds);
 }
 
 ModelWork ClusterTiming::product(const char* name, double m, double n, double k, double count,

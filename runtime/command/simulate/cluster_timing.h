@@ -2,6 +2,7 @@
 // them, from the description of a cluster.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <vector>
 
@@ -21,6 +22,9 @@ enum SimulatedResource : int {
   kDriveWriteResource,
   kFirstLinkResource,
 };
+
+// At most kModelTimeEnd.
+std::chrono::nanoseconds bounded_nanoseconds(double seconds);
 
 class ClusterTiming : public ModelTiming {
  public:

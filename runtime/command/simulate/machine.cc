@@ -2,17 +2,26 @@
 
 #include <algorithm>
 #include <cmath>
+#include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <sstream>
 
+#include "forebay/text.h"
 #include "runtime/command/simulate/machine_files.h"
 
 namespace forebay {
 namespace {
 
 using nlohmann::json;
+
+// The largest file and the deepest brackets of a description. Larger: a wrong file takes more memory before
+// it is refused.
+constexpr std::size_t kFileBytesMost = std::size_t{1} << 20;
+constexpr int kDepthMost = 16;
+constexpr double kHostRanksMost = 200'000;
+constexpr double kMemoryBytesMost = 1e18;  // Memory is counted in 64 bits.
 
 constexpr std::pair<const char*, DataType> kTypes[] = {
     {"fp32", DataType::kFloat32}, {"bf16", DataType::kBfloat16}, {"fp16", DataType::kFloat16}};
@@ -32,7 +41,7 @@ class Fields {
       refuse(full(name), "is not a text; use \"...\"");
       return {};
     }
-    return value->get<std::string>();
+    return shown_value(value->get<std::string>());
   }
   // A figure with its source. `least`: the smallest value allowed, or, if `above`, not allowed any more.
   double figure(const char* name, double least, bool above, double most = 1e30) {
@@ -50,8 +59,8 @@ class Fields {
     if (value == nullptr) return 0;
     return checked(full(name), *value, least, above, most);
   }
-  int count(const char* name, int least) {
-    const double number = this->number(name, least, false, 1e6);
+  int count(const char* name, int least, double most = 1e6) {
+    const double number = this->number(name, least, false, most);
     if (number != std::floor(number)) refuse(full(name), "is not whole; use a whole number");
     return static_cast<int>(number);
   }
@@ -60,7 +69,8 @@ class Fields {
     const bool good = std::isfinite(number) && (above ? number > least : number >= least) && number <= most;
     if (good) return number;
     std::ostringstream allowed;
-    allowed << "is " << value.dump() << "; use a number " << (above ? "above " : "of at least ") << least;
+    allowed << "is " << shown_value(value.dump()) << "; use a number " << (above ? "above " : "of at least ")
+            << least;
     if (most < 1e30) allowed << ", at most " << most;
     refuse(name, allowed.str());
     return 0;
@@ -76,7 +86,7 @@ class Fields {
     if (!object_.is_object()) return;
     for (const auto& [name, value] : object_.items()) {
       if (std::find(asked_.begin(), asked_.end(), name) == asked_.end())
-        refuse(full(name.c_str()), "is not a field of a description; remove it, or correct its name");
+        refuse(full(shown_value(name)), "is not a field of a description; remove it, or correct its name");
     }
   }
   void refuse(const std::string& field, const std::string& problem) {
@@ -100,7 +110,7 @@ class Fields {
 DeviceDescription read_device_fields(Fields& fields) {
   DeviceDescription device;
   device.name = fields.text("name");
-  device.memory_bytes = static_cast<std::uint64_t>(fields.figure("memory_bytes", 0, true));
+  device.memory_bytes = static_cast<std::uint64_t>(fields.figure("memory_bytes", 0, true, kMemoryBytesMost));
   device.memory_bytes_per_second = fields.figure("memory_bytes_per_second", 0, true);
   device.memory_efficiency = fields.figure("memory_efficiency", 0, true, 1);
   device.kernel_seconds = fields.figure("kernel_seconds", 0, false);
@@ -165,6 +175,11 @@ void read_links(Fields& fields, ClusterDescription& cluster) {
 }
 
 Result<json> parse_json(const std::string& file, std::string_view text) {
+  if (is_nested_deeper(text, kDepthMost)) {
+    return Status(StatusCode::kInvalidArgument, file + " is nested deeper than " +
+                                                    std::to_string(kDepthMost) +
+                                                    " levels; compare it with an installed description");
+  }
   json value = json::parse(text, nullptr, /*allow_exceptions=*/false);
   if (!value.is_discarded()) return value;
   return Status(StatusCode::kInvalidArgument,
@@ -212,8 +227,8 @@ Result<DeviceDescription> parse_device(const std::string& file, std::string_view
 Result<DeviceDescription> read_device(const std::string& name) {
   if (const MachineFile* const file = find_file("device", name))
     return parse_device(std::string(file->name) + ".json", file->text);
-  return Status(StatusCode::kInvalidArgument,
-                "there is no description of device '" + name + "'; use " + list_of(device_names()));
+  return Status(StatusCode::kInvalidArgument, "there is no description of device '" + shown_value(name) +
+                                                  "'; use " + list_of(device_names()));
 }
 
 Result<ClusterDescription> parse_cluster(const std::string& file, std::string_view text) {
@@ -235,8 +250,9 @@ Result<ClusterDescription> parse_cluster(const std::string& file, std::string_vi
       fields.take(inner.status());
     }
   }
-  cluster.host_ranks = fields.count("host_ranks", 1);
-  cluster.host_memory_bytes = static_cast<std::uint64_t>(fields.figure("host_memory_bytes", 0, true));
+  cluster.host_ranks = fields.count("host_ranks", 1, kHostRanksMost);
+  cluster.host_memory_bytes =
+      static_cast<std::uint64_t>(fields.figure("host_memory_bytes", 0, true, kMemoryBytesMost));
   cluster.host_bytes_per_second = fields.figure("host_bytes_per_second", 0, true);
   cluster.bus_bytes_per_second = fields.figure("bus_bytes_per_second", 0, true);
   cluster.ranks_per_bus = fields.count("ranks_per_bus", 1);
@@ -257,12 +273,23 @@ Result<ClusterDescription> read_cluster(const std::string& name_or_path) {
                                                     "'; use " + list_of(cluster_names()) +
                                                     ", or the path of a JSON file");
   }
-  std::ifstream stream(name_or_path, std::ios::binary);
-  std::ostringstream text;
-  text << stream.rdbuf();
-  if (!stream)
-    return Status(StatusCode::kIoError, "cannot read the cluster " + name_or_path + "; is it a file?");
-  return parse_cluster(name_or_path, text.str());
+  std::error_code ignored;
+  const bool is_other = std::filesystem::exists(name_or_path, ignored) &&
+                        !std::filesystem::is_regular_file(name_or_path, ignored);
+  std::ifstream stream;
+  if (!is_other) stream.open(name_or_path, std::ios::binary);
+  std::string text(kFileBytesMost + 1, '\0');
+  stream.read(text.data(), static_cast<std::streamsize>(text.size()));
+  if (!stream.is_open() || stream.bad())
+    return Status(StatusCode::kIoError,
+                  "cannot read the cluster " + shown_path(name_or_path) + "; is it a file?");
+  text.resize(static_cast<std::size_t>(stream.gcount()));
+  if (text.size() > kFileBytesMost) {
+    return Status(StatusCode::kInvalidArgument, shown_path(name_or_path) +
+                                                    " is larger than 1 MiB; compare it with an installed "
+                                                    "description");
+  }
+  return parse_cluster(name_or_path, text);
 }
 
 double matrix_efficiency(const DeviceDescription& device, double m, double n, double k) {

@@ -29,7 +29,7 @@ class SimulatedDrives final : public Store {
       const bool reads = transfer.direction == StoreDirection::kRead;
       nanoseconds& free_at = reads ? read_free_at_ : write_free_at_;
       const double seconds = timing_.drive_seconds(reads, transfer.bytes);
-      free_at = std::max(free_at, backend_.now()) + nanoseconds(static_cast<std::int64_t>(seconds * 1e9));
+      free_at = std::min(std::max(free_at, backend_.now()), kModelTimeEnd) + bounded_nanoseconds(seconds);
       end = std::max(end, free_at);
       (reads ? statistics_.read_bytes : statistics_.written_bytes) += transfer.bytes;
       ++(reads ? statistics_.read_count : statistics_.write_count);

@@ -87,6 +87,12 @@ class SimulatedRank {
     backend_->watch(stream_);
     const auto begin = backend_->now();
     run_step();
+    if (backend_->now() >= kModelTimeEnd) {
+      throw Error(StatusCode::kInvalidArgument,
+                  "cannot simulate: " + std::to_string(kStepsBefore + 1) + " steps on cluster " +
+                      request_.cluster.name +
+                      " take more than 31 years; correct the rates in its description");
+    }
     SimulationResult result;
     result.step_seconds = std::chrono::duration<double>(backend_->now() - begin).count();
     note_times(result);

@@ -13,14 +13,22 @@ constexpr double kNanosecondsPerSecond = 1e9;
 // one nanosecond more.
 constexpr double kNothingLeft = 1e-6;
 
+// Also of endless work. With work of no time after kModelTimeEnd, 64 bits hold every time.
+double bounded_ns(double ns) {
+  constexpr auto kMost = static_cast<double>(kModelTimeEnd.count());
+  return ns < kMost ? ns : kMost;
+}
+
 HostClock::Nanoseconds nanoseconds(double seconds) {
-  return HostClock::Nanoseconds(static_cast<std::int64_t>(std::llround(seconds * kNanosecondsPerSecond)));
+  return HostClock::Nanoseconds(
+      static_cast<std::int64_t>(std::llround(bounded_ns(seconds * kNanosecondsPerSecond))));
 }
 
 }  // namespace
 
 Task::Nanoseconds Task::end_alone(Nanoseconds begin) const {
   for (const Phase& phase : phases_) {
+    if (begin >= kModelTimeEnd) break;
     double longest = 0;
     for (std::size_t i = 0; i < phase.work.part_count; ++i)
       longest = std::max(longest, phase.work.parts[i].seconds);
@@ -37,11 +45,12 @@ void TimedWork::begin(Task& task) {
 
 void TimedWork::begin_phase(Task& task, Nanoseconds now) {
   const Task::Phase& phase = task.phases_.front();
+  const bool is_over = now >= kModelTimeEnd;
   task.begun_ = true;
-  task.delay_end_ = std::max(now + nanoseconds(phase.work.delay_seconds), phase.until);
+  task.delay_end_ = is_over ? now : std::max(now + nanoseconds(phase.work.delay_seconds), phase.until);
   task.delayed_ = task.delay_end_ > now;
   for (std::size_t i = 0; i < phase.work.part_count; ++i)
-    task.left_ns_[i] = phase.work.parts[i].seconds * kNanosecondsPerSecond;
+    task.left_ns_[i] = is_over ? 0 : bounded_ns(phase.work.parts[i].seconds * kNanosecondsPerSecond);
   if (!task.delayed_) count_parts(task, 1);
 }
 
@@ -75,7 +84,8 @@ TimedWork::Nanoseconds TimedWork::advance(Nanoseconds limit) {
     for (std::size_t i = 0; i < work.part_count; ++i) {
       if (task->left_ns_[i] <= kNothingLeft) continue;
       any = true;
-      const double alone = task->left_ns_[i] * users_[static_cast<std::size_t>(work.parts[i].resource)];
+      const double alone =
+          bounded_ns(task->left_ns_[i] * users_[static_cast<std::size_t>(work.parts[i].resource)]);
       end = std::min(end, begin + Nanoseconds(static_cast<std::int64_t>(std::ceil(alone - kNothingLeft))));
     }
     if (!any) end = begin;
@@ -96,6 +106,7 @@ TimedWork::Nanoseconds TimedWork::advance(Nanoseconds limit) {
     for (std::size_t i = 0; i < work.part_count; ++i) {
       const int sharing = users[static_cast<std::size_t>(work.parts[i].resource)];
       if (task->left_ns_[i] > kNothingLeft) task->left_ns_[i] -= passed_ns / sharing;
+      if (end >= kModelTimeEnd) task->left_ns_[i] = 0;
     }
     count_parts(*task, 1);
   }

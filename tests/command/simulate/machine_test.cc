@@ -4,12 +4,16 @@
 
 #include <gtest/gtest.h>
 
+#include <filesystem>
+#include <fstream>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "forebay/error.h"
 #include "runtime/command/simulate/machine_files.h"
+#include "tests/support/temporary_directory.h"
 
 namespace forebay {
 namespace {
@@ -89,6 +93,54 @@ TEST(Machine, NamesFileAndFieldOfABadFigure) {
   }
   EXPECT_NE(parse_cluster("mine.json", "{").status().message().find("mine.json is not JSON"),
             std::string::npos);
+}
+
+TEST(Machine, RefusesHostileTextWithFewWords) {
+  std::string deep = "{\"bus_bytes_per_second\": {\"value\": ";
+  deep += std::string(500'000, '[') + std::string(500'000, ']') + "}}";
+  std::vector<std::string> problems = {parse_cluster("mine.json", deep).status().message()};
+  EXPECT_NE(problems[0].find("mine.json is nested deeper than 16 levels"), std::string::npos);
+
+  const std::string odd = "\x1b[2J" + std::string(100'000, 'x');
+  const std::pair<const char*, Json> cases[] = {
+      {"/host_ranks", odd}, {"/device", odd}, {"/bus_bytes_per_second/value", Json::array({odd})}};
+  for (const auto& [pointer, value] : cases) {
+    Json json = file("dgx-2");
+    json[Json::json_pointer(pointer)] = value;
+    problems.push_back(problem_of_cluster(json));
+  }
+  Json json = file("dgx-2");
+  json[odd] = 1;
+  problems.push_back(problem_of_cluster(json));
+  for (const std::string& problem : problems) {
+    EXPECT_FALSE(problem.empty());
+    EXPECT_LT(problem.size(), 400u);
+    EXPECT_EQ(problem.find('\x1b'), std::string::npos) << problem;
+  }
+  json = file("dgx-2");
+  json["name"] = odd;
+  EXPECT_LT(value_or_throw(parse_cluster("mine.json", json.dump())).name.size(), 100u);
+}
+
+TEST(Machine, MemoryAndRanksHaveABound) {
+  Json json = file("dgx-2");
+  json["host_memory_bytes"]["value"] = 1e30;
+  EXPECT_NE(problem_of_cluster(json).find("host_memory_bytes.value is 1e+30"), std::string::npos)
+      << problem_of_cluster(json);
+  json = file("dgx-2");
+  json["host_ranks"] = 1'000'000;
+  EXPECT_NE(problem_of_cluster(json).find("at most 200000"), std::string::npos) << problem_of_cluster(json);
+}
+
+TEST(Machine, ReadsNoDevicesAndNoHugeFiles) {
+  const Status device = read_cluster("/dev/zero").status();
+  EXPECT_EQ(device.code(), StatusCode::kIoError);
+  const testing::TemporaryDirectory directory;
+  std::ofstream(directory / "huge.json") << "{";
+  std::filesystem::resize_file(directory / "huge.json", std::uintmax_t{1} << 40);
+  const Status huge = read_cluster(directory / "huge.json").status();
+  EXPECT_NE(huge.message().find("larger than 1 MiB"), std::string::npos) << huge.message();
+  EXPECT_EQ(read_cluster("/proc/self/mem").status().code(), StatusCode::kIoError);
 }
 
 TEST(Machine, ADescriptionMayHaveItsDeviceWithin) {

@@ -6,7 +6,12 @@
 #include <gtest/gtest.h>
 
 #include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <iterator>
+#include <random>
 #include <string>
+#include <utility>
 
 #include "forebay/error.h"
 #include "runtime/command/simulate/simulation_print.h"
@@ -88,6 +93,67 @@ TEST(Simulation, OneRankTakesTheTimeOfItsWork) {
   request.cluster.device.flops[DataType::kBfloat16] *= 2;
   request.cluster.device.memory_bytes_per_second *= 2;
   EXPECT_NEAR(step_seconds(request), result.step_seconds / 2, 0.02 * result.step_seconds);
+}
+
+TEST(Simulation, FiguresOfNoMachineAreRefusedAtOnce) {
+  const std::pair<const char*, void (*)(ClusterDescription&)> cases[] = {
+      {"bus", [](ClusterDescription& c) { c.bus_bytes_per_second = 1e-300; }},
+      {"host", [](ClusterDescription& c) { c.host_bytes_per_second = 1e-9; }},
+      {"drives", [](ClusterDescription& c) { c.drive_read_bytes_per_second = 5e-324; }},
+      {"control", [](ClusterDescription& c) { c.control_seconds = 1e30; }},
+      {"latency", [](ClusterDescription& c) { c.links[1].latency_seconds = 1e300; }},
+      {"link", [](ClusterDescription& c) { c.links[0].bytes_per_second = 5e-324; }},
+      {"flops", [](ClusterDescription& c) { c.device.flops[DataType::kBfloat16] = 1e-300; }},
+      {"memory", [](ClusterDescription& c) { c.device.memory_bytes_per_second = 5e-324; }},
+      {"kernels", [](ClusterDescription& c) { c.device.kernel_seconds = 1e300; }},
+      {"queue", [](ClusterDescription& c) { c.device.queue_seconds = 1e30; }}};
+  for (const auto& [name, apply] : cases) {
+    SimulationRequest request = small(16, 3);
+    request.options.offload = Offload::kOptimizer;
+    request.options.tier = Tier::kFile;
+    apply(request.cluster);
+    const Result<SimulationResult> result = simulate(request);
+    ASSERT_FALSE(result.ok()) << name;
+    EXPECT_EQ(result.status().code(), StatusCode::kInvalidArgument) << name;
+    EXPECT_NE(result.status().message().find("more than 31 years"), std::string::npos)
+        << name << ": " << result.status().message();
+  }
+}
+
+// Figures from 1e-300 to 1e300, several at once: a refusal in words, or finite times.
+TEST(Simulation, AnyFiguresGiveTimesOrARefusal) {
+  const std::uint64_t seed = std::random_device{}();
+  SCOPED_TRACE("seed " + std::to_string(seed));
+  std::mt19937_64 random(seed);
+  int simulated = 0;
+  for (int i = 0; i < 60; ++i) {
+    SimulationRequest request = small(16, static_cast<int>(random() % 4));
+    request.options.offload = random() % 2 == 0 ? Offload::kNone : Offload::kOptimizer;
+    ClusterDescription& c = request.cluster;
+    double* const figures[] = {&c.bus_bytes_per_second,
+                               &c.host_bytes_per_second,
+                               &c.control_seconds,
+                               &c.links[0].bytes_per_second,
+                               &c.links[1].bytes_per_second,
+                               &c.links[0].latency_seconds,
+                               &c.links[1].message_seconds,
+                               &c.device.flops[DataType::kBfloat16],
+                               &c.device.memory_bytes_per_second,
+                               &c.device.kernel_seconds,
+                               &c.device.queue_seconds};
+    for (std::uint64_t count = 1 + random() % 3; count > 0; --count)
+      *figures[random() % std::size(figures)] = std::pow(10.0, static_cast<double>(random() % 601) - 300);
+    const Result<SimulationResult> result = simulate(request);
+    if (!result.ok()) {
+      EXPECT_EQ(result.status().code(), StatusCode::kInvalidArgument) << result.status().message();
+      continue;
+    }
+    ++simulated;
+    EXPECT_GT(result.value().step_seconds, 0);
+    EXPECT_LT(result.value().step_seconds, 1e9);
+    for (const SimulatedTime& time : result.value().times) EXPECT_GE(time.seconds, 0);
+  }
+  std::printf("%d of 60 were simulated\n", simulated);
 }
 
 TEST(Simulation, RecomputationCostsAForwardPass) {

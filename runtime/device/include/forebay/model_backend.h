@@ -25,6 +25,10 @@
 
 namespace forebay {
 
+// Virtual time comes to its end after 31 years: from then on nothing takes time. A simulation that comes here
+// has figures that no machine has.
+inline constexpr std::chrono::nanoseconds kModelTimeEnd{1'000'000'000'000'000'000};
+
 // A resource that work shares, such as the multiprocessors of a device or one direction of a bus. The timing
 // numbers its resources from zero.
 inline constexpr int kModelResourcesMax = 16;
