@@ -14,10 +14,12 @@
 #include <vector>
 
 #include "allocator/preload/events.h"
+#include "forebay/model_backend.h"
 #include "forebay/units.h"
 #include "runtime/command/page/blocks.h"
 #include "runtime/command/page/text.h"
 #include "runtime/command/page/timeline.h"
+#include "runtime/command/replay/trace_page.h"
 #include "tests/support/process.h"
 
 namespace forebay::testing {
@@ -209,6 +211,36 @@ TEST(ReportPageTest, HostileTextStaysText) {
   EXPECT_EQ(html.find("\"' onfocus"), std::string::npos);
   EXPECT_EQ(count_of(html, "</script>"), count_of(harmless, "</script>"));
   EXPECT_GE(count_of(html, "&lt;img onerror=alert(1)&gt;&quot;&#39; onfocus=x &amp;"), 9u);
+}
+
+// The names of a snapshot reach the page by `forebay explain --report`: a file that somebody sent.
+TEST(ReportPageTest, HostileNamesOfATraceStayText) {
+  const auto page_with = [](const std::string& name) {
+    TraceBuilder builder;
+    const std::uint32_t holder = builder.holder(name);
+    for (std::uint64_t id = 1; id <= 40; ++id) builder.allocate(id, 1_MiB + id * 4096, id % 3, holder);
+    for (std::uint64_t id = 1; id <= 40; id += 2) builder.free(id);
+    builder.fail(30_MiB, 0, holder, 1_MiB);
+    AllocationTrace trace = builder.finish();
+    trace.name = name;
+    ModelBackendOptions options;
+    options.memory_bytes = 1_GiB;
+    const auto backend = std::move(ModelBackend::create(std::move(options))).value();
+    Result<PageProcess> process = trace_page(trace, *backend, nullptr);
+    EXPECT_TRUE(process.ok()) << process.status().message();
+    return report_page(page_of({std::move(process).value()}));
+  };
+  const std::string hostile = "</script><script>alert(1)</script>\"'><img onerror=alert(1)>\n\x1b\u2028";
+
+  const std::string html = page_with(hostile);
+  const std::string harmless = page_with("train.py:12 forward");
+
+  EXPECT_EQ(html.find("<img"), std::string::npos);
+  EXPECT_EQ(html.find("<script>alert"), std::string::npos);
+  EXPECT_EQ(html.find('\x1b'), std::string::npos);
+  EXPECT_EQ(count_of(html, "<script"), count_of(harmless, "<script"));
+  EXPECT_EQ(count_of(html, "</script"), count_of(harmless, "</script"));
+  EXPECT_NE(html.find("\\u003c/script>"), std::string::npos);
 }
 
 TEST(ReportPageTest, TheWorstComesFirst) {
