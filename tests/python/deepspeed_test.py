@@ -119,6 +119,44 @@ class Keys(unittest.TestCase):
                 file.write('{\n  "zero_optimization": {"stage": 2},\n}\n')
             self.refused(path, "line 3", "comma")
 
+    def test_hostile_values_are_refused_with_their_key(self):
+        hostile = [None, "x", [], {"a": 1}, [1, 2, 3], "1e999", float("nan"), float("inf"), -1, 10**400, "\x1b[2J" * 10_000]
+        sections = {"zero_optimization.": ("stage", "reduce_bucket_size", "zero_hpz_partition_size"),
+                    "fp16.": ("loss_scale", "initial_scale_power", "loss_scale_window", "min_loss_scale"),
+                    "optimizer.params.": ("lr", "betas", "eps", "weight_decay"),
+                    "zero_optimization.offload_optimizer.": ("ratio", "device"),
+                    "": ("gradient_clipping", "gradient_accumulation_steps", "optimizer.type")}
+        for section, names in sections.items():
+            for path in (section + name for name in names):
+                for value in hostile:
+                    config = {"fp16": {"enabled": True}, "zero_optimization": {"offload_optimizer": {"device": "cpu"}},
+                              "optimizer": {"params": {}}}
+                    inner = config
+                    for word in path.split(".")[:-1]:
+                        inner = inner.setdefault(word, {})
+                    inner[path.split(".")[-1]] = value
+                    with self.subTest(path=path, value=str(type(value))):
+                        try:
+                            deepspeed.understand(config)
+                        except forebay.Error as error:
+                            self.assertLess(len(str(error)), 600)
+                            self.assertNotIn("\x1b", str(error))
+        self.refused({"fp16": {"enabled": True, "initial_scale_power": 10**12}}, "initial_scale_power", "0 to 127")
+        self.refused({"optimizer": {"params": {"betas": "ab"}}}, "betas", "two numbers")
+        self.refused({"\x1b[2J" + "x" * 1_000_000: 1}, "does not know")
+        self.refused({1: 2}, "does not know")
+
+    def test_hostile_files_are_refused(self):
+        with tempfile.TemporaryDirectory() as directory:
+            path = os.path.join(directory, "ds_config.json")
+            for text, word in [(b'{"a":' * 100_000, "nested"), (b"\xff\xfe{}", "UTF-8"), (b"[" * 2_000_000, "1 MiB"),
+                               (b"[]", "JSON object"), (b"", "not valid JSON"), (b"{\n", "not valid JSON in line 2"),
+                               (b'{"train_batch_size": ' + b"9" * 5000 + b"}", "")]:
+                with open(path, "wb") as file:
+                    file.write(text)
+                self.refused(path, word)
+            self.refused("/dev/zero", "1 MiB")
+
     def test_every_key_of_the_installed_deepspeed_is_known(self):
         try:
             from deepspeed.runtime.zero.config import DeepSpeedZeroConfig

@@ -233,6 +233,46 @@ class OneRank(unittest.TestCase):
                 with self.assertRaisesRegex(forebay.InvalidArgument, "has not the bytes of its shape"):
                     forebay.load(model, path)
 
+    def test_a_state_of_another_interface_is_refused_in_a_sentence(self):
+        for text in (b"step 7", b"[]", b"{\"parameters\": 1}", b"{\"parameters\": {\"a\": 1}}", b"[" * 100_000):
+            model = forebay.shard(models.make(), stage=2)
+            forebay.AdamW(model)
+            forebay.digest(model)
+            with tempfile.TemporaryDirectory() as directory, self.subTest(text[:20]):
+                model._forebay.engine.save(directory, text)
+                with self.assertRaisesRegex(forebay.InvalidArgument, "not saved by forebay.save"):
+                    forebay.restore(model, directory)
+
+    def test_hostile_safetensors_are_refused_in_a_sentence(self):
+        one = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+        headers = [b"[" * 100_000, b"{", b"\xff" * 8, b"[]", b"null", json.dumps({"a": 1}).encode(), b" " * (17 << 20)]
+        headers += [json.dumps({"\x1b[2J" + "x" * 100_000: {**one, **change}}).encode() for change in (
+            {"shape": None}, {"shape": "1"}, {"shape": [-1]}, {"shape": [1.0]}, {"shape": [True]}, {"shape": [2**70]},
+            {"shape": [2**62, 2**62]}, {"shape": [0, -5], "data_offsets": [0, 0]}, {"data_offsets": None},
+            {"data_offsets": [0]}, {"data_offsets": [0, "4"]}, {"data_offsets": [4, 0]}, {"data_offsets": [0, 2**70]},
+            {"shape": [0] + [2**40] * 3, "data_offsets": [0, 0]})]
+        model = forebay.shard(models.make(), stage=2)
+        forebay.AdamW(model)
+        with tempfile.TemporaryDirectory() as directory:
+            path = os.path.join(directory, "model.safetensors")
+            for header in headers:
+                with open(path, "wb") as file:
+                    file.write(len(header).to_bytes(8, "little") + header + bytes(4))
+                with self.subTest(header[:60]), self.assertRaisesRegex(forebay.InvalidArgument, "no whole") as caught:
+                    forebay.load(model, path)
+                self.assertLess(len(str(caught.exception)), 500)
+                self.assertNotIn("\x1b", str(caught.exception))
+            for other in (b"", b"\x01" * 7, (2**63).to_bytes(8, "little")):
+                with open(path, "wb") as file:
+                    file.write(other)
+                with self.assertRaisesRegex(forebay.InvalidArgument, "longer than the file"):
+                    forebay.load(model, path)
+            os.remove(path)
+            os.mkfifo(path)
+            for special in (path, directory, "/dev/zero"):
+                with self.assertRaisesRegex(forebay.InvalidArgument, "no regular file"):
+                    forebay.load(model, special)
+
     def test_reports_and_plans_agree(self):
         model = forebay.shard(models.make(), stage=2)
         forebay.AdamW(model)

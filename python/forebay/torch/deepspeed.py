@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import os
 import warnings
 from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Optional, Tuple, Union
@@ -14,6 +15,9 @@ from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Optional, Tup
 from torch import nn
 
 from forebay._library import InvalidArgument, Unsupported
+
+_BYTES_MAX = 1 << 20
+_SHOWN_MAX = 100  # Letters of a key or a value in a message.
 
 HONOURED, NO_EFFECT, REFUSED = "honoured", "no effect", "refused"
 
@@ -172,14 +176,24 @@ def read(config: Union[str, os.PathLike, Mapping[str, Any]]) -> Dict[str, Any]:
     """The configuration of a file or a mapping. Errors: InvalidArgument with the line that is no JSON."""
     if isinstance(config, Mapping):
         return dict(config)
-    with open(config, encoding="utf-8") as file:
-        text = file.read()
+    try:
+        with open(config, encoding="utf-8") as file:
+            text = file.read(_BYTES_MAX + 1)
+    except UnicodeDecodeError:
+        raise InvalidArgument(f"{config} is not UTF-8 text; give a DeepSpeed configuration, such as "
+                              "ds_config.json") from None
+    if len(text) > _BYTES_MAX:
+        raise InvalidArgument(f"{config} is larger than 1 MiB; give a DeepSpeed configuration, such as ds_config.json")
     try:
         made = json.loads(text)
+    except RecursionError:
+        raise InvalidArgument(f"{config} is nested too deeply for a DeepSpeed configuration; give another file") from None
     except json.JSONDecodeError as error:
-        line = text.splitlines()[error.lineno - 1].strip() if text.strip() else ""
+        line = text.split("\n")[error.lineno - 1].strip()[:_SHOWN_MAX]
         raise InvalidArgument(f"{config} is not valid JSON in line {error.lineno} ({line!r}): {error.msg}; a comma "
                               "before a closing bracket is the usual cause") from None
+    except ValueError as error:  # A number of thousands of digits.
+        raise InvalidArgument(f"{config} cannot be read: {error}; give a DeepSpeed configuration") from None
     if not isinstance(made, dict):
         raise InvalidArgument(f"{config} holds {type(made).__name__}; a DeepSpeed configuration is a JSON object")
     return made
@@ -188,7 +202,7 @@ def read(config: Union[str, os.PathLike, Mapping[str, Any]]) -> Dict[str, Any]:
 def _leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[Tuple[str, Any]]:
     """Paths and values. A section that KEYS has as a whole is one value."""
     for name, value in config.items():
-        path = prefix + name
+        path = prefix + str(name)
         if isinstance(value, Mapping) and path + ".*" not in _BY_PATH and path not in _BY_PATH:
             if not value and not any(known.startswith(path + ".") for known in _BY_PATH):
                 raise _unknown(path)
@@ -197,7 +211,13 @@ def _leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[Tuple[str, 
             yield path, value
 
 
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN_MAX else text[:_SHOWN_MAX] + "..."
+
+
 def _unknown(path: str) -> InvalidArgument:
+    path = _shown(path)[1:-1] if len(path) <= _SHOWN_MAX else _shown(path)
     near = difflib.get_close_matches(path, [row.path.replace(".*", "") for row in KEYS], 1)
     return InvalidArgument(f"the DeepSpeed configuration has {path}, which forebay does not know; "
                            + (f"did you mean {near[0]}? Else leave it out" if near else "leave it out"))
@@ -235,7 +255,7 @@ def understand(config: Union[str, os.PathLike, Mapping[str, Any]], ranks: int = 
             # Keys of a 16-bit type that is off say nothing.
             section = path.partition(".")[0]
             if not off and not (section in ("fp16", "bf16") and not _enabled(read(config), section)):
-                raise Unsupported(f"{path} = {value!r} of the DeepSpeed configuration: {row.note.replace('`', '')}")
+                raise Unsupported(f"{path} = {_shown(value)} of the DeepSpeed configuration: {row.note.replace('`', '')}")
         else:
             values[path] = value
     return _meaning(values, ranks, model, without_effect)
@@ -245,13 +265,25 @@ def _enabled(config: Mapping[str, Any], section: str) -> bool:
     return config.get(section, {}).get("enabled") is True
 
 
+def _number(path: str, value: Any, least: float = 0, most: float = 2.0**53) -> float:
+    """Errors: InvalidArgument if it is no number within the bounds. The word "1e9" is one, as for DeepSpeed."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not least <= number <= most:
+        raise InvalidArgument(f"{path} is {_shown(value)} in the DeepSpeed configuration; use a number from {least:g} to "
+                              f"{most:g}")
+    return number
+
+
 def _meaning(values: Dict[str, Any], ranks: int, model: Optional[nn.Module], without_effect: List[str]) -> Meaning:
     options: Dict[str, Any] = {}
     zero = {path[len(_ZERO):]: value for path, value in values.items() if path.startswith(_ZERO)}
-    options["stage"] = int(zero.get("stage", 0))
+    options["stage"] = int(_number(_ZERO + "stage", zero.get("stage", 0), most=3))
     _check_batches(values, ranks)
     if values.get("gradient_accumulation_steps") is not None:
-        options["micro_steps"] = int(values["gradient_accumulation_steps"])
+        options["micro_steps"] = int(_number("gradient_accumulation_steps", values["gradient_accumulation_steps"], 1))
     bf16 = values.get("bf16.enabled") or values.get("bfloat16.enabled")
     if bf16 and values.get("fp16.enabled"):
         raise InvalidArgument("both bf16 and fp16 are enabled in the DeepSpeed configuration; keep one")
@@ -263,11 +295,13 @@ def _meaning(values: Dict[str, Any], ranks: int, model: Optional[nn.Module], wit
     options.update(_offload(zero, options["stage"]))
     if zero.get("overlap_comm") is not None:
         options["overlap"] = bool(zero["overlap_comm"])
-    if int(zero.get("zero_hpz_partition_size", 1)) > 1:
-        options.update(order=f"group:{zero['zero_hpz_partition_size']}", shard_within="group")
+    group = int(_number(_ZERO + "zero_hpz_partition_size", zero.get("zero_hpz_partition_size", 1)))
+    if group > 1:
+        options.update(order=f"group:{group}", shard_within="group")
     if zero.get("reduce_bucket_size") is not None:
-        options["bucket"] = _bucket(int(float(zero["reduce_bucket_size"])), options.get("dtype"), model)
-    return Meaning(options, _optimizer(values), float(values.get("gradient_clipping") or 0),
+        elements = int(_number(_ZERO + "reduce_bucket_size", zero["reduce_bucket_size"]))
+        options["bucket"] = _bucket(elements, options.get("dtype"), model)
+    return Meaning(options, _optimizer(values), _number("gradient_clipping", values.get("gradient_clipping") or 0),
                    bool(values.get("activation_checkpointing.cpu_checkpointing")), without_effect)
 
 
@@ -281,12 +315,15 @@ def _check_batches(values: Mapping[str, Any], ranks: int) -> None:
 
 
 def _loss_scale(values: Mapping[str, Any]) -> Dict[str, Any]:
-    fixed = float(values.get("fp16.loss_scale") or 0)
+    def number(name: str, default: float, least: float = 0, most: float = 2.0**53) -> float:
+        return _number("fp16." + name, values.get("fp16." + name, default), least, most)
+
+    fixed = _number("fp16.loss_scale", values.get("fp16.loss_scale") or 0, most=2.0**127)
     if fixed:
         return {"loss_scale": fixed, "loss_scale_minimum": fixed, "loss_scale_growth_interval": 2**31 - 1}
-    return {"loss_scale": float(2 ** int(values.get("fp16.initial_scale_power", 16))),
-            "loss_scale_growth_interval": int(values.get("fp16.loss_scale_window", 1000)),
-            "loss_scale_minimum": float(values.get("fp16.min_loss_scale", 1))}
+    return {"loss_scale": 2.0 ** int(number("initial_scale_power", 16, most=127)),
+            "loss_scale_growth_interval": int(number("loss_scale_window", 1000, 1)),
+            "loss_scale_minimum": number("min_loss_scale", 1, most=2.0**127)}
 
 
 def _offload(zero: Mapping[str, Any], stage: int) -> Dict[str, Any]:
@@ -296,7 +333,7 @@ def _offload(zero: Mapping[str, Any], stage: int) -> Dict[str, Any]:
         return {}
     for name, kind in used.items():
         if kind not in ("cpu", "nvme"):
-            raise InvalidArgument(f"zero_optimization.{name}.device is {kind!r} in the DeepSpeed configuration; use "
+            raise InvalidArgument(f"zero_optimization.{name}.device is {_shown(kind)} in the DeepSpeed configuration; use "
                                   "cpu, nvme or none")
     if len(set(used.values())) > 1:
         raise Unsupported("offload_optimizer and offload_param have different devices in the DeepSpeed configuration, "
@@ -312,8 +349,9 @@ def _offload(zero: Mapping[str, Any], stage: int) -> Dict[str, Any]:
             raise InvalidArgument(f"zero_optimization.{name}.nvme_path is missing in the DeepSpeed configuration; name "
                                   "a directory")
         options["offload_tier"] = f"nvme:{path}"
-    if float(zero.get("offload_optimizer.ratio", 1)) != 1:
-        options["offload_fraction"] = float(zero["offload_optimizer.ratio"])
+    fraction = _number(_ZERO + "offload_optimizer.ratio", zero.get("offload_optimizer.ratio", 1), most=1)
+    if fraction != 1:
+        options["offload_fraction"] = fraction
     return options
 
 
@@ -330,14 +368,20 @@ def _bucket(elements: int, dtype: Optional[str], model: Optional[nn.Module]) -> 
 def _optimizer(values: Mapping[str, Any]) -> Dict[str, Any]:
     kind = values.get("optimizer.type", "AdamW")
     if str(kind).lower() not in ("adam", "adamw"):
-        raise Unsupported(f"optimizer.type = {kind!r} of the DeepSpeed configuration; forebay updates by AdamW, so use "
+        raise Unsupported(f"optimizer.type = {_shown(kind)} of the DeepSpeed configuration; forebay updates by AdamW, so use "
                           "\"AdamW\"")
     found = {name: values[f"optimizer.params.{name}"] for name in ("lr", "betas", "eps", "weight_decay")
              if values.get(f"optimizer.params.{name}") is not None}
     if values.get("optimizer.params.adam_w_mode") is False and found.get("weight_decay"):
         raise Unsupported("adam_w_mode = false of the DeepSpeed configuration adds the weight decay to the gradient; "
                           "forebay updates by AdamW, so set it to true or weight_decay to 0")
-    made = {name: tuple(map(float, value)) if name == "betas" else float(value) for name, value in found.items()}
+    betas = found.pop("betas", None)
+    made: Dict[str, Any] = {name: _number(f"optimizer.params.{name}", value) for name, value in found.items()}
+    if betas is not None:
+        if not isinstance(betas, (list, tuple)) or len(betas) != 2:
+            raise InvalidArgument(f"optimizer.params.betas is {_shown(betas)} in the DeepSpeed configuration; use two "
+                                  "numbers")
+        made["betas"] = tuple(_number("optimizer.params.betas", value, most=1) for value in betas)
     if "optimizer.type" in values:
         made.setdefault("weight_decay", 0.0)  # DeepSpeed's default for Adam and AdamW.
     return made

@@ -9,6 +9,7 @@ import json
 import math
 import mmap
 import os
+import stat
 import struct
 import weakref
 from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
@@ -208,23 +209,61 @@ _TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
           "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool}
 
 
+_HEADER_BYTES_MAX = 16 << 20
+_SHOWN_MAX = 64
+
+
+def _shown(name: Any) -> str:
+    """A name of a file, for a message: printable, and not all of a long one."""
+    text = repr(name)
+    return text if len(text) <= _SHOWN_MAX else text[:_SHOWN_MAX] + "..."
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 62
+
+
+def _open_file(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)  # A pipe without a writer does not wait.
+
+
 def read_safetensors(path: Path) -> Iterator[Tuple[str, torch.Tensor]]:
     """Name and values of each tensor of a file; the file is mapped and not read at once."""
-    with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
+    def refuse(finding: str) -> InvalidArgument:
+        return InvalidArgument(f"{path} is no whole safetensors file: {finding}; export or download it again")
+
+    with open(path, "rb", opener=_open_file) as file:
+        facts = os.fstat(file.fileno())
+        size = facts.st_size
+        if not stat.S_ISREG(facts.st_mode):
+            raise refuse("it is no regular file")
         length = struct.unpack("<Q", file.read(8))[0] if size >= 8 else size
         if length > size - 8:
-            raise InvalidArgument(f"{path} is no safetensors file: its header is longer than the file")
-        entries = json.loads(file.read(length))
+            raise refuse("its header is longer than the file")
+        if length > _HEADER_BYTES_MAX:
+            raise refuse(f"its header has {length} bytes, and at most {_HEADER_BYTES_MAX} are read")
+        try:
+            entries = json.loads(file.read(length))
+        except (ValueError, RecursionError):
+            raise refuse("its header is not JSON") from None
         memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    if not isinstance(entries, dict):
+        raise refuse("its header is not a JSON object")
     for name, entry in entries.items():
-        if name == "__metadata__" or entry["dtype"] not in _TYPES:
+        if name == "__metadata__":
             continue
-        dtype, shape = _TYPES[entry["dtype"]], entry["shape"]
-        begin, end = entry["data_offsets"]
+        shape, offsets = (entry.get("shape"), entry.get("data_offsets")) if isinstance(entry, dict) else (None, None)
+        if not (isinstance(shape, list) and all(map(_is_count, shape)) and isinstance(offsets, list)
+                and len(offsets) == 2 and all(type(offset) is int for offset in offsets)):
+            raise refuse(f"tensor {_shown(name)} has no shape or no place")
+        dtype = _TYPES.get(entry["dtype"]) if isinstance(entry.get("dtype"), str) else None
+        if dtype is None:
+            continue
+        begin, end = offsets
         if not 0 <= begin <= end <= size - 8 - length or end - begin != math.prod(shape) * dtype.itemsize:
-            raise InvalidArgument(f"{path} is no whole safetensors file: tensor {name} has not the bytes of its shape; "
-                                  "export or download it again")
+            raise refuse(f"tensor {_shown(name)} has not the bytes of its shape")
+        if begin == end and math.prod(max(count, 1) for count in shape) >= 1 << 62:
+            raise refuse(f"tensor {_shown(name)} has a shape beyond 64 bits")
         if begin == end:
             yield name, torch.empty(shape, dtype=dtype)
             continue
@@ -298,11 +337,16 @@ def restore(model: nn.Module, directory: Path) -> Any:
     sharded.between_steps()
     text = sharded.engine.load(directory)
     sharded.without_values.clear()
-    saved = json.loads(text) if text else {}
-    for name, entry in saved.get("parameters", {}).items():
+    try:
+        saved = json.loads(text) if text else {}
+        shapes = {name: entry["shape"] for name, entry in saved.get("parameters", {}).items()}
+    except (ValueError, RecursionError, AttributeError, TypeError, KeyError):
+        raise InvalidArgument(f"the state in {directory} was not saved by forebay.save(); its weights are loaded, and its "
+                              "text cannot be read; use the interface that saved it") from None
+    for name, shape in shapes.items():
         p = dict(model.named_parameters()).get(name)
-        if p is not None and list(p.shape) != entry["shape"]:
-            raise InvalidArgument(f"{name} has shape {entry['shape']} in {directory} and {list(p.shape)} in the "
+        if p is not None and list(p.shape) != shape:
+            raise InvalidArgument(f"{name} has shape {_shown(shape)} in {directory} and {list(p.shape)} in the "
                                   "model; give the state of this model")
     return saved.get("state")
 
