@@ -3,6 +3,9 @@
 #include <sys/resource.h>
 #include <unistd.h>
 
+#include <exception>
+#include <new>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -21,6 +24,20 @@ constexpr int kNiceness = 19;
 
 std::string unfinished(const std::string& file) {
   return "." + file;
+}
+
+// The exception that is being handled. One that left the thread would end the process.
+Status error_of_save() {
+  try {
+    throw;
+  } catch (const Error& error) {
+    return error.status();
+  } catch (const std::bad_alloc&) {
+    return Status(StatusCode::kOutOfMemory,
+                  "the host has no memory to write a saved state; free some, or save less often");
+  } catch (const std::exception& error) {
+    return Status(StatusCode::kInternal, std::string("cannot write a saved state: ") + error.what());
+  }
 }
 
 }  // namespace
@@ -71,8 +88,8 @@ void BackgroundSave::run() {
     const std::string file = state_file_name(job_.rank, job_.ranks);
     static_cast<void>(job_.write(temporary.create(unfinished(file))));
     temporary.rename(unfinished(file), file);
-  } catch (const Error& error) {
-    status = error.status();
+  } catch (...) {
+    status = error_of_save();
   }
   {
     const std::lock_guard lock(mutex_);
@@ -82,8 +99,8 @@ void BackgroundSave::run() {
   if (status.ok() && job_.rank == 0) {
     try {
       publish(*directory);
-    } catch (const Error& error) {
-      status = error.status();
+    } catch (...) {
+      status = error_of_save();
     }
   }
   if (!status.ok() && job_.rank == 0 && directory) directory->remove(temporary_state(job_.name));

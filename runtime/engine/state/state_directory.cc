@@ -199,6 +199,7 @@ struct TakenLocks {
   struct Taken {
     Descriptor file;
     int count = 0;
+    bool saves = false;
   };
   std::mutex mutex;
   pid_t process = 0;
@@ -218,10 +219,11 @@ StateLock::~StateLock() {
   const std::lock_guard guard(locks.mutex);
   const auto taken = locks.by_directory.find(key_);
   if (taken == locks.by_directory.end()) return;  // Taken before a fork().
+  if (saves_) taken->second.saves = false;
   if (--taken->second.count == 0) locks.by_directory.erase(taken);
 }
 
-StateLock::StateLock(const StateDirectory& directory) {
+StateLock::StateLock(const StateDirectory& directory, bool saves) : saves_(saves) {
   struct stat facts {};
   if (::fstat(directory.descriptor_.number(), &facts) != 0) io_error("lock", directory.path());
   key_ = {facts.st_dev, facts.st_ino};
@@ -229,6 +231,12 @@ StateLock::StateLock(const StateDirectory& directory) {
   const std::lock_guard guard(locks.mutex);
   if (std::exchange(locks.process, ::getpid()) != ::getpid()) locks.by_directory.clear();
   if (const auto taken = locks.by_directory.find(key_); taken != locks.by_directory.end()) {
+    if (saves && taken->second.saves) {
+      throw Error(StatusCode::kUnavailable, "cannot save in " + shown_path(directory.path()) +
+                                                ": another engine of this process is saving its state there; "
+                                                "give each engine a directory of its own");
+    }
+    taken->second.saves |= saves;
     ++taken->second.count;
     held_ = true;
     return;
@@ -257,7 +265,7 @@ StateLock::StateLock(const StateDirectory& directory) {
   if (::ftruncate(file.number(), 0) != 0 ||
       ::write(file.number(), text.data(), text.size()) != static_cast<ssize_t>(text.size()))
     io_error("write", path);
-  locks.by_directory.emplace(key_, TakenLocks::Taken{std::move(file), 1});
+  locks.by_directory.emplace(key_, TakenLocks::Taken{std::move(file), 1, saves});
   held_ = true;
 }
 

@@ -64,17 +64,19 @@ class StateDirectory {
 };
 
 // The right to save in a directory. It ends with the process, however that ends. In one process it may be
-// taken several times.
+// taken several times, but for one save at a time.
 class StateLock {
  public:
-  // Errors: kUnavailable that names the holder. Where the file system has no locks, a warning is logged.
-  explicit StateLock(const StateDirectory& directory);
+  // `saves`: for a save, which another engine of this process must not disturb. Errors: kUnavailable that
+  // names the holder. Where the file system has no locks, a warning is logged.
+  explicit StateLock(const StateDirectory& directory, bool saves = false);
   StateLock(const StateLock&) = delete;
   StateLock& operator=(const StateLock&) = delete;
   ~StateLock();
 
  private:
   std::pair<dev_t, ino_t> key_;
+  const bool saves_;
   bool held_ = false;
 };
 

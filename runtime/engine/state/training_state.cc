@@ -106,7 +106,7 @@ void Engine::Impl::save_state(const std::string& directory, const std::string& t
   agree(local_verdict([&] {
     if (rank() != 0) return;
     files.emplace(StateDirectory::make(directory));
-    lock.emplace(*files);
+    lock.emplace(*files, true);
     files->remove(temporary);
     files->make_subdirectory(temporary);
   }));
@@ -149,7 +149,7 @@ void Engine::Impl::begin_save(const std::string& directory, const std::string& t
     internal::check_text(trainer_state);
     if (rank() != 0) return;
     const StateDirectory files = StateDirectory::make(directory);
-    job.lock = std::make_unique<internal::StateLock>(files);
+    job.lock = std::make_unique<internal::StateLock>(files, true);
     files.remove(internal::temporary_state(job.name));
     files.make_subdirectory(internal::temporary_state(job.name));
   }));

@@ -13,6 +13,7 @@
 #include <fstream>
 #include <iterator>
 #include <map>
+#include <new>
 #include <random>
 #include <string>
 #include <thread>
@@ -264,6 +265,73 @@ TEST_F(BackgroundSave, ItsErrorsAreThoseOfAllRanksAndTheEngineGoesOn) {
     engine.save_state_begin(directory_, "z");
     engine.save_state_end();
     EXPECT_EQ(engine.load_state(directory_), "z");
+  });
+}
+
+// Their files would have the same names.
+TEST_F(BackgroundSave, TwoEnginesOfAProcessDoNotSaveInOneDirectoryAtOnce) {
+  ToyOptions options = options_for(2, DataType::kBfloat16, 1);
+  options.engine.save_async = true;
+  std::atomic<bool> waits{true};
+  options.hooks.before_state_write = [&](std::uint64_t) {
+    while (waits) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  };
+  run_ranks(1, {}, [&](Rank& rank) {
+    ToyTrainer first(options, rank);
+    first.initialize();
+    static_cast<void>(first.step(0));
+    first.engine().save_state_begin(directory_, "first");
+    run_ranks(1, {}, [&](Rank& other) {
+      ToyTrainer second(options, other);
+      second.initialize();
+      static_cast<void>(second.step(0));
+      for (const bool in_background : {true, false}) {
+        try {
+          if (in_background) {
+            second.engine().save_state_begin(directory_, "second");
+          } else {
+            second.engine().save_state(directory_, "second");
+          }
+          waits = false;
+          ADD_FAILURE() << "both save";
+        } catch (const Error& error) {
+          EXPECT_EQ(error.code(), StatusCode::kUnavailable) << error.what();
+        }
+      }
+      waits = false;
+      first.engine().save_state_end();
+      second.engine().save_state_begin(directory_, "second");
+      second.engine().save_state_end();
+      EXPECT_EQ(second.engine().load_state(directory_), "second");
+    });
+  });
+}
+
+TEST_F(BackgroundSave, AHostWithoutMemoryIsAnErrorOfTheSave) {
+  ToyOptions options = options_for(2, DataType::kBfloat16, 2);
+  options.engine.save_async = true;
+  std::atomic<bool> fails{true};
+  options.hooks.before_state_write = [&](std::uint64_t) {
+    if (fails) throw std::bad_alloc();
+  };
+  run_ranks(2, {}, [&](Rank& rank) {
+    ToyTrainer trainer(options, rank);
+    trainer.initialize();
+    Engine& engine = trainer.engine();
+    static_cast<void>(trainer.step(0));
+    engine.save_state_begin(directory_, "x");
+    try {
+      engine.save_state_end();
+      ADD_FAILURE() << "the error is lost";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), StatusCode::kOutOfMemory) << error.what();
+    }
+    throw_if_error(rank.communicator->barrier());
+    fails = false;
+    static_cast<void>(trainer.step(1));
+    engine.save_state_begin(directory_, "y");
+    engine.save_state_end();
+    EXPECT_EQ(engine.load_state(directory_), "y");
   });
 }
 

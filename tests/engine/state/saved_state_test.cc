@@ -375,6 +375,7 @@ void SavedStateFiles::survive_kills(int kills) {
     const Status status = verdict([&] { EXPECT_GE(load(directory_), least); });
     ASSERT_TRUE(status.ok()) << "kill " << i << ": " << status.to_string();
   }
+  EXPECT_GT(least, 0u) << "no process has saved anything";
 }
 
 TEST_F(SavedStateFiles, SurvivesKillsAtRandomMoments) {
