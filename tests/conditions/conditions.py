@@ -141,9 +141,14 @@ class Conditions:
         return ", ".join(result) + ", the same digest"
 
     def fsync(self):
+        return "; ".join(f"{name}: {self.fail_each_fsync(words)}" for name, words in (
+            ("ranks wait", []), ("--save-async", ["--save-async"])))
+
+    def fail_each_fsync(self, more):
         shim = self.compile(HERE / "failing_fsync.c", "failing_fsync.so", "-shared", "-fPIC", "-ldl")
         state, count = self.directory / "fsync-state", self.directory / "fsync-count"
-        words = ["--ranks", "2", "--communicator", "shm", "--steps", "4", "--save-state", state, "--save-every", "2"]
+        words = ["--ranks", "2", "--communicator", "shm", "--steps", "4", "--save-state", state, "--save-every", "2", *more]
+        shutil.rmtree(state, ignore_errors=True)
 
         def save(which):
             count.write_bytes(b"")
