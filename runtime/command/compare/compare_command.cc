@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "forebay/activation_formulas.h"
+#include "forebay/text.h"
 #include "forebay/units.h"
 #include "runtime/command/command_line.h"
 #include "runtime/command/compare/comparison_print.h"
@@ -16,6 +17,7 @@ namespace forebay {
 namespace {
 
 constexpr std::int64_t kComparedRanksMost = 200'000;
+constexpr double kPriceMost = 1e9;
 constexpr std::int64_t kCountMost = std::int64_t{1} << 40;
 
 // The command line as typed.
@@ -98,6 +100,9 @@ Status read_comparison(const CompareArguments& arguments, ComparisonRequest* req
   }
   if (text->objective == Objective::kCost && arguments.price <= 0)
     return refuse("--objective cost needs the price of a device for an hour; add --price");
+  if (arguments.price != 0 && !(arguments.price > 0 && arguments.price <= kPriceMost))
+    return refuse(
+        format_text("--price is %g; use a number above 0, at most %g", arguments.price, kPriceMost));
   text->price = arguments.price;
   if (!arguments.csv.empty()) FOREBAY_RETURN_IF_ERROR(check_run_file("--csv", arguments.csv, "setting,"));
   if (!arguments.html.empty())

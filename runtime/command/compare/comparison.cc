@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <limits>
 #include <mutex>
 #include <numeric>
 #include <thread>
@@ -43,7 +44,9 @@ std::vector<SimulationRequest> combinations(const ComparisonRequest& request) {
                     one.options.offload = offload;
                     one.options.tier = offloads ? tier : Tier::kPinned;
                     one.options.offload_fraction = offloads ? fraction : 1.0;
-                    one.options.micro_steps = static_cast<int>(request.global_batch / samples);
+                    // Too many are refused with the plan's words.
+                    one.options.micro_steps = static_cast<int>(std::min<std::uint64_t>(
+                        request.global_batch / samples, std::numeric_limits<int>::max()));
                     one.options.bucket_bytes = bucket;
                     one.options.group = group;
                     one.tensor_parallel = tensor;

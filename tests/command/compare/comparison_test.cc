@@ -127,6 +127,15 @@ TEST(Comparison, SaysThatNoSettingDividesTheBatch) {
             std::string::npos);
 }
 
+TEST(Comparison, MoreMicroStepsThan32BitsHoldAreRefused) {
+  ComparisonRequest request = request_of(2, 512, 8, "dgx-a100");
+  request.choices.batches = {1};
+  request.choices.tensor_parallel = {1};
+  request.global_batch = 8 * ((std::uint64_t{1} << 32) + 1);
+  EXPECT_NE(compare_settings(request).status().message().find("micro-steps is 2147483647; use 1 to 1000000"),
+            std::string::npos);
+}
+
 TEST(Comparison, AModelThatFitsNowhereHasMissesAndNoBest) {
   ComparisonRequest request = request_of(400, 8192, 2, "dgx-2");
   request.choices.offloads = {Offload::kNone};

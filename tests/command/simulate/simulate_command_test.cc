@@ -82,5 +82,14 @@ TEST(SimulateCommand, AnswersBadInput) {
   }
 }
 
+TEST(CompareCommand, RefusesPricesThatAreNoNumbers) {
+  for (const char* const price : {"nan", "-5", "inf", "1e308"}) {
+    const Finished finished = run_program({FOREBAY_COMMAND, "compare", "--price", price, "--limit", "1",
+                                           "--layers", "2", "--hidden", "256", "--heads", "4"});
+    EXPECT_EQ(finished.exit_code, 2) << price << finished.output;
+    EXPECT_NE(finished.output.find("--price"), std::string::npos) << finished.output;
+  }
+}
+
 }  // namespace
 }  // namespace forebay::testing
