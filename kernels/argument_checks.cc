@@ -187,4 +187,65 @@ Status check_arguments(const ControlledAdamWArguments& a) {
                            : check_pointer(kernel, "used", a.used, a.update.count, sizeof(std::uint32_t));
 }
 
+Status check_moments(const char* function, const Moments& a, std::size_t count, bool has_v) {
+  if (a.format != MomentFormat::kFloat32 && a.format != MomentFormat::kBfloat16 &&
+      a.format != MomentFormat::kBlock8) {
+    return invalid(
+        "%s of %zu elements: format is %d, which does not exist; pass kFloat32, kBfloat16 or kBlock8",
+        function, count, static_cast<int>(a.format));
+  }
+  if (count == 0) return Status();
+  if (a.m == nullptr || (a.v == nullptr && has_v)) {
+    return invalid("%s of %zu elements: %s is null; pass moment_bytes() of memory", function, count,
+                   a.m == nullptr ? "m" : "v");
+  }
+  const std::size_t alignment = moment_bytes(a.format, 1);
+  for (const void* pointer : {a.m, a.v}) {
+    if (reinterpret_cast<std::uintptr_t>(pointer) % alignment != 0) {
+      return invalid("%s of %zu elements: %s is not aligned to its %zu-byte elements; align it", function,
+                     count, pointer == a.m ? "m" : "v", alignment);
+    }
+  }
+  if (a.format == MomentFormat::kBlock8 &&
+      (a.m_exponents == nullptr || (has_v && a.v_exponents == nullptr))) {
+    return invalid("%s of %zu elements: %s without %s; pass moment_exponent_bytes() of memory", function,
+                   count, moment_format_name(a.format),
+                   a.m_exponents == nullptr ? "m_exponents" : "v_exponents");
+  }
+  return Status();
+}
+
+Status check_rounding(const char* function, std::size_t count, MomentRounding rounding) {
+  if (rounding == MomentRounding::kNearest || rounding == MomentRounding::kDithered) return Status();
+  return invalid("%s of %zu elements: rounding is %d, which does not exist; pass kNearest or kDithered",
+                 function, count, static_cast<int>(rounding));
+}
+
+Status check_arguments(const char* function, const KeptUpdateArguments& a) {
+  const std::size_t count = a.update.count;
+  FOREBAY_RETURN_IF_ERROR(check_moments(function, a.moments, count, has_second_moment(a.update.optimizer)));
+  FOREBAY_RETURN_IF_ERROR(check_rounding(function, count, a.rounding));
+  // These are not read, so any memory will do.
+  static float any;
+  AdamWArguments checked = a.update;
+  checked.m = checked.v = &any;
+  if (a.half.elements != nullptr) {
+    FOREBAY_RETURN_IF_ERROR(
+        check_pointer(function, "half.elements", a.half.elements, count, sizeof(std::uint16_t)));
+    checked.master = &any;
+  }
+  if (a.average != nullptr)
+    FOREBAY_RETURN_IF_ERROR(check_pointer(function, "average", a.average, count, sizeof(float)));
+  return check_arguments(checked).with_context(function);
+}
+
+Status check_arguments(const ControlledKeptUpdateArguments& a) {
+  const char* const kernel = "update_kept";
+  FOREBAY_RETURN_IF_ERROR(check_arguments(kernel, a.kept));
+  const std::size_t count = a.kept.update.count;
+  if (a.state != nullptr)
+    FOREBAY_RETURN_IF_ERROR(check_pointer(kernel, "state", a.state, count, alignof(StepState)));
+  return a.used == nullptr ? Status() : check_pointer(kernel, "used", a.used, count, sizeof(std::uint32_t));
+}
+
 }  // namespace forebay

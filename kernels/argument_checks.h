@@ -16,5 +16,11 @@ Status check_arguments(const AdamWArguments& arguments);
 Status check_arguments(const FillArguments& arguments);
 Status check_arguments(const StepControlArguments& arguments);
 Status check_arguments(const ControlledAdamWArguments& arguments);
+Status check_arguments(const ControlledKeptUpdateArguments& arguments);
+
+// The parts of an update of kept states, for messages of `function`.
+Status check_arguments(const char* function, const KeptUpdateArguments& arguments);
+Status check_moments(const char* function, const Moments& moments, std::size_t count, bool has_v);
+Status check_rounding(const char* function, std::size_t count, MomentRounding rounding);
 
 }  // namespace forebay

@@ -162,6 +162,11 @@ FOREBAY_DEVICE inline AdamWElement update_element(Optimizer optimizer, const Ada
   return {canonical(p), canonical(m), canonical(v)};
 }
 
+// An exponential moving average of `value`.
+FOREBAY_DEVICE inline float average_element(float average, float value, float weight) noexcept {
+  return canonical(fmaf(weight, value - average, average));
+}
+
 // See StepControlArguments. `sum` is the sum of squares of all units.
 FOREBAY_DEVICE inline void advance_step(const StepControlArguments& a, double sum) noexcept {
   StepState& s = *a.state;

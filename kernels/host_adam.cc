@@ -1,5 +1,7 @@
 #include "forebay/host_adam.h"
 
+#include <algorithm>
+#include <cstring>
 #include <string>
 
 #include "kernels/argument_checks.h"
@@ -15,45 +17,9 @@ using host_kernels::Rounding;
 constexpr std::size_t kBlockCount = 65536;
 static_assert(kBlockCount % kMomentBlockCount == 0);
 
-Status invalid(const char* function, std::size_t count, const std::string& found) {
+Status invalid(const char* function, std::size_t count, const char* found) {
   return Status(StatusCode::kInvalidArgument,
                 std::string(function) + " of " + std::to_string(count) + " elements: " + found);
-}
-
-Status check_moments(const char* function, const Moments& a, std::size_t count, bool has_v = true) {
-  if (a.format != MomentFormat::kFloat32 && a.format != MomentFormat::kBfloat16 &&
-      a.format != MomentFormat::kBlock8) {
-    return invalid(function, count,
-                   "format is " + std::to_string(static_cast<int>(a.format)) +
-                       ", which does not exist; pass kFloat32, kBfloat16 or kBlock8");
-  }
-  if (count == 0) return Status();
-  const std::string format = moment_format_name(a.format);
-  if (a.m == nullptr || (a.v == nullptr && has_v)) {
-    return invalid(function, count,
-                   std::string(a.m == nullptr ? "m" : "v") + " is null; pass moment_bytes() of memory");
-  }
-  const std::size_t alignment = moment_bytes(a.format, 1);
-  for (const void* pointer : {a.m, a.v}) {
-    if (reinterpret_cast<std::uintptr_t>(pointer) % alignment != 0) {
-      return invalid(function, count,
-                     std::string(pointer == a.m ? "m" : "v") + " is not aligned to its " +
-                         std::to_string(alignment) + "-byte elements; align it");
-    }
-  }
-  if (a.format == MomentFormat::kBlock8 && (a.m_exponents == nullptr || a.v_exponents == nullptr)) {
-    return invalid(function, count,
-                   format + " without " + (a.m_exponents == nullptr ? "m_exponents" : "v_exponents") +
-                       "; pass moment_exponent_bytes() of memory");
-  }
-  return Status();
-}
-
-Status check_rounding(const char* function, std::size_t count, MomentRounding rounding) {
-  if (rounding == MomentRounding::kNearest || rounding == MomentRounding::kDithered) return Status();
-  return invalid(function, count,
-                 "rounding is " + std::to_string(static_cast<int>(rounding)) +
-                     ", which does not exist; pass kNearest or kDithered");
 }
 
 Rounding rounding_of(MomentRounding rounding, std::uint64_t step) {
@@ -62,53 +28,40 @@ Rounding rounding_of(MomentRounding rounding, std::uint64_t step) {
 
 }  // namespace
 
-const char* moment_format_name(MomentFormat format) noexcept {
-  switch (format) {
-    case MomentFormat::kFloat32:
-      return "fp32";
-    case MomentFormat::kBfloat16:
-      return "bf16";
-    case MomentFormat::kBlock8:
-      return "block8";
-  }
-  return "?";
+Status host_adam(const HostAdamArguments& a, const BlockRunner& runner) {
+  FOREBAY_RETURN_IF_ERROR(check_arguments("host_adam", a));
+  host_kernels::run_update(a, runner);
+  return Status();
 }
 
-Status host_adam(const HostAdamArguments& a, const BlockRunner& runner) {
-  const char* const function = "host_adam";
-  const std::size_t count = a.update.count;
-  FOREBAY_RETURN_IF_ERROR(check_moments(function, a.moments, count, has_second_moment(a.update.optimizer)));
-  FOREBAY_RETURN_IF_ERROR(check_rounding(function, count, a.rounding));
-  // These are not read, so any memory will do.
-  AdamWArguments checked = a.update;
-  checked.m = checked.v = a.update.master;
-  FOREBAY_RETURN_IF_ERROR(check_arguments(checked).with_context(function));
-  if (a.update.optimizer != Optimizer::kAdamW) {
-    if (a.moments.format != MomentFormat::kFloat32) {
-      return invalid(function, count,
-                     std::string("format is ") + moment_format_name(a.moments.format) + " and optimizer " +
-                         optimizer_name(a.update.optimizer) +
-                         "; narrow m and v are for adamw, pass kFloat32");
-    }
-    AdamWArguments whole = a.update;
-    whole.m = static_cast<float*>(a.moments.m);
-    whole.v = static_cast<float*>(a.moments.v);
-    runner.run(count, kBlockCount, [&](std::size_t begin, std::size_t end) {
-      host_kernels::simd_kernels().adamw(whole, begin, end);
-    });
-    return Status();
-  }
-  const MomentKernels& kernels = host_kernels::simd_moment_kernels();
+void host_kernels::run_update(const HostAdamArguments& a, const BlockRunner& runner) {
+  const bool is_adamw = a.update.optimizer == Optimizer::kAdamW;
+  const MomentKernels& moments = simd_moment_kernels();
+  const RangeKernels& kernels = simd_kernels();
   const Rounding rounding = rounding_of(a.rounding, a.step);
-  runner.run(count, kBlockCount,
-             [&](std::size_t begin, std::size_t end) { kernels.update(a, begin, end, rounding); });
-  return Status();
+  AdamWArguments whole = a.update;
+  whole.m = static_cast<float*>(a.moments.m);
+  whole.v = static_cast<float*>(a.moments.v);
+  const bool is_half = a.half.elements != nullptr;
+  AverageArguments average = {a.update.master, a.average, DataType::kFloat32, a.average_weight};
+  if (is_half) average = {a.half.elements, a.average, DataType::kBfloat16, a.average_weight};
+  runner.run(a.update.count, kBlockCount, [&](std::size_t begin, std::size_t end) {
+    if (is_half || (!is_adamw && a.moments.format != MomentFormat::kFloat32)) {
+      update_in_blocks(a, begin, end, rounding, moments, kernels);
+    } else if (!is_adamw) {
+      kernels.adamw(whole, begin, end);
+    } else {
+      moments.update(a, begin, end, rounding);
+    }
+    // The block's masters are still in the caches.
+    if (a.average != nullptr) kernels.average(average, begin, end);
+  });
 }
 
 Status store_moments(const float* m, const float* v, std::size_t count, const Moments& moments,
                      MomentRounding rounding, std::uint64_t step, const BlockRunner& runner) {
   const char* const function = "store_moments";
-  FOREBAY_RETURN_IF_ERROR(check_moments(function, moments, count));
+  FOREBAY_RETURN_IF_ERROR(check_moments(function, moments, count, true));
   FOREBAY_RETURN_IF_ERROR(check_rounding(function, count, rounding));
   if (count != 0 && (m == nullptr || v == nullptr)) {
     return invalid(function, count, "the source of m or v is null; pass fp32 values");
@@ -129,7 +82,7 @@ Status store_moments(const float* m, const float* v, std::size_t count, const Mo
 Status load_moments(const Moments& moments, std::size_t count, float* m, float* v,
                     const BlockRunner& runner) {
   const char* const function = "load_moments";
-  FOREBAY_RETURN_IF_ERROR(check_moments(function, moments, count));
+  FOREBAY_RETURN_IF_ERROR(check_moments(function, moments, count, true));
   if (count != 0 && (m == nullptr || v == nullptr)) {
     return invalid(function, count, "the target of m or v is null; pass room for fp32 values");
   }
@@ -143,6 +96,54 @@ Status load_moments(const Moments& moments, std::size_t count, float* m, float* 
     }
   });
   return Status();
+}
+
+void widen_moment(MomentFormat format, bool is_v, const void* kept, const std::uint8_t* exponents,
+                  std::size_t count, float* values) {
+  const auto* half = static_cast<const std::uint16_t*>(kept);
+  const auto* codes = static_cast<const std::uint8_t*>(kept);
+  switch (format) {
+    case MomentFormat::kFloat32:
+      std::memcpy(values, kept, count * sizeof(float));
+      return;
+    case MomentFormat::kBfloat16:
+      for (std::size_t i = 0; i < count; ++i) values[i] = bfloat16_to_float(half[i]);
+      return;
+    case MomentFormat::kBlock8:
+      for (std::size_t i = 0; i < count; ++i) {
+        const std::uint32_t exponent = definitions::moment_exponent_read(exponents[i / kMomentBlockCount]);
+        values[i] = is_v ? definitions::v_from_code(codes[i], exponent)
+                         : definitions::m_from_code(codes[i], exponent);
+      }
+  }
+}
+
+void narrow_moment(MomentFormat format, bool is_v, const float* values, std::size_t count, void* kept,
+                   std::uint8_t* exponents) {
+  auto* half = static_cast<std::uint16_t*>(kept);
+  auto* codes = static_cast<std::uint8_t*>(kept);
+  switch (format) {
+    case MomentFormat::kFloat32:
+      std::memcpy(kept, values, count * sizeof(float));
+      return;
+    case MomentFormat::kBfloat16:
+      for (std::size_t i = 0; i < count; ++i) half[i] = float_to_bfloat16(values[i]);
+      return;
+    case MomentFormat::kBlock8:
+      for (std::size_t start = 0; start < count; start += kMomentBlockCount) {
+        const std::size_t end = std::min(count, start + kMomentBlockCount);
+        std::uint32_t greatest = 0;
+        for (std::size_t i = start; i < end; ++i)
+          greatest = std::max(greatest, float_bits(values[i]) & 0x7FFFFFFFu);
+        const std::uint32_t exponent = definitions::moment_exponent(greatest);
+        exponents[start / kMomentBlockCount] = static_cast<std::uint8_t>(exponent);
+        for (std::size_t i = start; i < end; ++i) {
+          codes[i] = exponent == definitions::kMomentExponentNan ? std::uint8_t{0}
+                     : is_v ? definitions::v_to_code(values[i], exponent, false, 0)
+                            : definitions::m_to_code(values[i], exponent, false, 0);
+        }
+      }
+  }
 }
 
 }  // namespace forebay

@@ -12,6 +12,14 @@
 
 namespace forebay::host_kernels {
 
+// See KeptUpdateArguments::average.
+struct AverageArguments {
+  const void* source;
+  float* average;
+  DataType source_type;
+  float weight;
+};
+
 // Each works on elements [begin, end) of its arguments; `norm_leaves` on leaves, writing scratch[begin, end).
 struct RangeKernels {
   const char* target;  // "scalar", or Highway's name of the instruction set.
@@ -21,6 +29,7 @@ struct RangeKernels {
   void (*add)(const AddArguments& arguments, std::size_t begin, std::size_t end);
   void (*norm_leaves)(const NormArguments& arguments, std::size_t begin, std::size_t end);
   void (*adamw)(const AdamWArguments& arguments, std::size_t begin, std::size_t end);
+  void (*average)(const AverageArguments& arguments, std::size_t begin, std::size_t end);
 };
 
 // The definitions in a loop.

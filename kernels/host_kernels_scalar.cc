@@ -97,10 +97,19 @@ void adamw(const AdamWArguments& a, std::size_t begin, std::size_t end) {
   });
 }
 
+void average(const AverageArguments& a, std::size_t begin, std::size_t end) {
+  with_type(a.source_type, [&]<DataType type>() {
+    const auto* source = static_cast<const Storage<type>*>(a.source);
+    for (std::size_t i = begin; i < end; ++i)
+      a.average[i] = definitions::average_element(a.average[i], Element<type>::load(source[i]), a.weight);
+  });
+}
+
 }  // namespace
 
 const RangeKernels& scalar_kernels() noexcept {
-  static constexpr RangeKernels kKernels = {"scalar", cast, accumulate, scale, add, norm_leaves, adamw};
+  static constexpr RangeKernels kKernels = {"scalar", cast,        accumulate, scale,
+                                            add,      norm_leaves, adamw,      average};
   return kKernels;
 }
 

@@ -246,9 +246,25 @@ void adamw(const AdamWArguments& a, std::size_t begin, std::size_t end) {
   scalar_kernels().adamw(a, middle, end);
 }
 
+void average(const AverageArguments& a, std::size_t begin, std::size_t end) {
+  const FloatTag d;
+  const std::size_t middle = vector_end(begin, end);
+  const auto weight = hn::Set(d, a.weight);
+  with_type(a.source_type, [&]<DataType type>() {
+    const auto* source = static_cast<const Storage<type>*>(a.source);
+    for (std::size_t i = begin; i < middle; i += hn::Lanes(d)) {
+      const auto old = hn::LoadU(d, a.average + i);
+      const auto change = hn::Sub(VectorElement<type>::load(d, source + i), old);
+      round_canonical<DataType::kFloat32>(d, canonical_vector(d, hn::MulAdd(weight, change, old)),
+                                          a.average + i);
+    }
+  });
+  scalar_kernels().average(a, middle, end);
+}
+
 const RangeKernels* range_kernels() {
   static const RangeKernels kKernels = {
-      hwy::TargetName(HWY_TARGET), cast, accumulate, scale, add, norm_leaves, adamw};
+      hwy::TargetName(HWY_TARGET), cast, accumulate, scale, add, norm_leaves, adamw, average};
   return &kKernels;
 }
 

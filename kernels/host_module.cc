@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "kernels/float_environment.h"
+#include "kernels/host_moments.h"
 
 namespace forebay {
 namespace {
@@ -64,6 +65,19 @@ void run_adamw_controlled(const Dimensions& grid, const Dimensions& block, void*
   run_elements<AdamWArguments, &host_kernels::RangeKernels::adamw>(grid, block, pointers);
 }
 
+void run_kept_update(const Dimensions&, const Dimensions&, void* const* arguments) {
+  const auto& launch = *static_cast<const HostLaunch<ControlledKeptUpdateArguments>*>(arguments[0]);
+  KeptUpdateArguments kept = launch.arguments.kept;
+  if (const StepState* const state = launch.arguments.state) {
+    if (!definitions::updates(*state, launch.arguments.used)) return;
+    kept.update.factor = state->factor;
+    kept.update.c1 = state->c1;
+    kept.update.s2 = state->s2;
+    kept.step = state->applied_steps;
+  }
+  host_kernels::run_update(kept, launch.context->runner);
+}
+
 void run_norm(const Dimensions&, const Dimensions&, void* const* arguments) {
   const auto& launch = *static_cast<const HostLaunch<NormArguments>*>(arguments[0]);
   const std::size_t leaf_count = launch.arguments.count / kLeafCount;
@@ -89,6 +103,7 @@ const HostKernel* host_kernel_table() noexcept {
       {"forebay_fill", run_fill},
       {"forebay_step_control", run_step_control},
       {"forebay_adamw_controlled", run_adamw_controlled},
+      {"forebay_kept_update", run_kept_update},
       {nullptr, nullptr},
   };
   return kTable;

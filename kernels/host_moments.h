@@ -17,19 +17,27 @@ struct Rounding {
 };
 
 // Each works on elements [begin, end) of `moments`, of which in kBlock8 all blocks are whole but for the last
-// of the array. The format is not kFloat32, and element `begin` is m[0] and v[0].
+// of the array. `load` and `store` take no kFloat32 and no null v, and element `begin` is m[0] and v[0].
 struct MomentKernels {
   const char* target;  // "scalar", or Highway's name of the instruction set.
   void (*load)(const Moments& moments, std::size_t begin, std::size_t end, float* m, float* v);
   void (*store)(const float* m, const float* v, std::size_t begin, std::size_t end, const Moments& moments,
                 Rounding rounding);
+  // AdamW with an fp32 master.
   void (*update)(const HostAdamArguments& arguments, std::size_t begin, std::size_t end, Rounding rounding);
 };
+
+// The same update for every optimizer and master, in blocks that are fp32 in between.
+void update_in_blocks(const HostAdamArguments& arguments, std::size_t begin, std::size_t end,
+                      Rounding rounding, const MomentKernels& moments, const RangeKernels& kernels);
 
 // The definitions in a loop.
 const MomentKernels& scalar_moment_kernels() noexcept;
 
 // The functions for this processor.
 const MomentKernels& simd_moment_kernels();
+
+// The whole update on the threads of `runner`. Requires: arguments that are in order.
+void run_update(const HostAdamArguments& arguments, const BlockRunner& runner);
 
 }  // namespace forebay::host_kernels

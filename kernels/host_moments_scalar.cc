@@ -74,32 +74,22 @@ void store(const float* m, const float* v, std::size_t begin, std::size_t end, c
   function(m, v, begin, end, moments, rounding);
 }
 
-// A block's m and v are fp32 in between, in every format.
 void update(const HostAdamArguments& a, std::size_t begin, std::size_t end, Rounding rounding) {
-  if (a.moments.format == MomentFormat::kFloat32) {
-    AdamWArguments whole = a.update;
-    whole.m = static_cast<float*>(a.moments.m);
-    whole.v = static_cast<float*>(a.moments.v);
-    scalar_kernels().adamw(whole, begin, end);
-    return;
-  }
-  float m[kMomentBlockCount], v[kMomentBlockCount];
-  for (std::size_t start = begin; start < end; start += kMomentBlockCount) {
-    const std::size_t stop = std::min(end, start + kMomentBlockCount);
-    load(a.moments, start, stop, m, v);
-    AdamWArguments part = a.update;
-    part.gradient =
-        static_cast<const std::byte*>(a.update.gradient) + start * element_bytes(a.update.gradient_type);
-    part.master = a.update.master + start;
-    part.m = m;
-    part.v = v;
-    if (a.update.parameter != nullptr) {
-      part.parameter =
-          static_cast<std::byte*>(a.update.parameter) + start * element_bytes(a.update.parameter_type);
-    }
-    scalar_kernels().adamw(part, 0, stop - start);
-    store(m, v, start, stop, a.moments, rounding);
-  }
+  update_in_blocks(a, begin, end, rounding, scalar_moment_kernels(), scalar_kernels());
+}
+
+// The elements of `moments` from the start of a block on. `no_v` stands in for a v that there is none of.
+Moments moments_from(const Moments& moments, std::size_t start, std::uint16_t* no_v) {
+  const std::size_t offset = moment_bytes(moments.format, start), block = start / kMomentBlockCount;
+  Moments part;
+  part.format = moments.format;
+  part.m = static_cast<std::byte*>(moments.m) + offset;
+  part.v = moments.v != nullptr ? static_cast<std::byte*>(moments.v) + offset : static_cast<void*>(no_v);
+  if (moments.format != MomentFormat::kBlock8) return part;
+  part.m_exponents = moments.m_exponents + block;
+  part.v_exponents = moments.v != nullptr ? moments.v_exponents + block
+                                          : reinterpret_cast<std::uint8_t*>(no_v + kMomentBlockCount);
+  return part;
 }
 
 }  // namespace
@@ -107,6 +97,45 @@ void update(const HostAdamArguments& a, std::size_t begin, std::size_t end, Roun
 const MomentKernels& scalar_moment_kernels() noexcept {
   static constexpr MomentKernels kKernels = {"scalar", load, store, update};
   return kKernels;
+}
+
+void update_in_blocks(const HostAdamArguments& a, std::size_t begin, std::size_t end, Rounding rounding,
+                      const MomentKernels& moments, const RangeKernels& kernels) {
+  const bool is_narrow = a.moments.format != MomentFormat::kFloat32;
+  const bool has_v = has_second_moment(a.update.optimizer);
+  const std::uint64_t seed = master_seed(a.half.key, a.step);
+  alignas(64) float p[kMomentBlockCount], m[kMomentBlockCount], v[kMomentBlockCount];
+  std::uint16_t no_v[kMomentBlockCount + 1] = {};
+  for (std::size_t start = begin; start < end; start += kMomentBlockCount) {
+    const std::size_t count = std::min(end - start, kMomentBlockCount);
+    const Moments kept = moments_from(a.moments, start, no_v);
+    AdamWArguments part = a.update;
+    part.gradient =
+        static_cast<const std::byte*>(a.update.gradient) + start * element_bytes(a.update.gradient_type);
+    if (a.update.parameter != nullptr) {
+      part.parameter =
+          static_cast<std::byte*>(a.update.parameter) + start * element_bytes(a.update.parameter_type);
+    }
+    std::uint16_t* const half = a.half.elements == nullptr ? nullptr : a.half.elements + start;
+    if (half != nullptr) {
+      kernels.cast({half, p, count, DataType::kBfloat16, DataType::kFloat32}, 0, count);
+      part.master = p;
+    } else {
+      part.master = a.update.master + start;
+    }
+    part.m = m;
+    part.v = has_v ? v : nullptr;
+    if (is_narrow) {
+      moments.load(kept, 0, count, m, v);
+    } else {
+      part.m = static_cast<float*>(kept.m);
+      if (has_v) part.v = static_cast<float*>(kept.v);
+    }
+    kernels.adamw(part, 0, count);
+    if (is_narrow) moments.store(m, v, 0, count, kept, rounding);
+    for (std::size_t i = 0; half != nullptr && i < count; ++i)
+      half[i] = master_to_bfloat16(p[i], rounding.dithered, seed, a.half.first + start + i);
+  }
 }
 
 }  // namespace forebay::host_kernels

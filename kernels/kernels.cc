@@ -40,6 +40,7 @@ class HostKernels final : public Kernels {
     FOREBAY_RETURN_IF_ERROR(find("forebay_adamw", adamw_));
     FOREBAY_RETURN_IF_ERROR(find("forebay_fill", fill_));
     FOREBAY_RETURN_IF_ERROR(find("forebay_step_control", step_control_));
+    FOREBAY_RETURN_IF_ERROR(find("forebay_kept_update", kept_update_));
     return find("forebay_adamw_controlled", adamw_controlled_);
   }
 
@@ -74,6 +75,11 @@ class HostKernels final : public Kernels {
     if (arguments.update.count == 0) return Status();
     return queue(adamw_controlled_, arguments, stream);
   }
+  Status update_kept(const ControlledKeptUpdateArguments& arguments, Stream stream) override {
+    FOREBAY_RETURN_IF_ERROR(check_arguments(arguments));
+    if (arguments.kept.update.count == 0) return Status();
+    return queue(kept_update_, arguments, stream);
+  }
 
   const char* description() const noexcept override { return description_.c_str(); }
 
@@ -103,6 +109,7 @@ class HostKernels final : public Kernels {
   std::string description_;
   Module module_;
   Kernel cast_, accumulate_, scale_, add_, norm_, adamw_, fill_, step_control_, adamw_controlled_;
+  Kernel kept_update_;
 };
 
 }  // namespace

@@ -44,14 +44,28 @@ class ModelKernels final : public Kernels {
     FOREBAY_RETURN_IF_ERROR(check_arguments(a));
     return queue("update", a.update.count * adam_bytes(a.update), stream);
   }
+  Status update_kept(const ControlledKeptUpdateArguments& a, Stream stream) override {
+    FOREBAY_RETURN_IF_ERROR(check_arguments(a));
+    const AdamWArguments& update = a.kept.update;
+    const std::size_t moments = has_second_moment(update.optimizer) ? 2 : 1;
+    std::size_t states =
+        (a.kept.half.elements != nullptr ? sizeof(std::uint16_t) : sizeof(float)) * update.count +
+        moments * (moment_bytes(a.kept.moments.format, update.count) +
+                   moment_exponent_bytes(a.kept.moments.format, update.count));
+    if (a.kept.average != nullptr) states += sizeof(float) * update.count;
+    return queue("update", 2 * states + update.count * other_bytes(update), stream);
+  }
 
   const char* description() const noexcept override { return description_.c_str(); }
 
  private:
   static std::uint64_t adam_bytes(const AdamWArguments& a) {
     const std::uint64_t states = a.v != nullptr ? 3 : 2;  // Each is read and written.
-    return states * 2 * sizeof(float) + element_bytes(a.gradient_type) +
-           (a.parameter != nullptr ? element_bytes(a.parameter_type) : 0);
+    return states * 2 * sizeof(float) + other_bytes(a);
+  }
+  // The gradient and the parameter.
+  static std::uint64_t other_bytes(const AdamWArguments& a) {
+    return element_bytes(a.gradient_type) + (a.parameter != nullptr ? element_bytes(a.parameter_type) : 0);
   }
 
   template <typename Arguments>

@@ -1,8 +1,8 @@
 // The one scalar definition of how m and v are kept in fewer bytes than fp32. The SIMD bodies follow it
-// operation by operation, and the tests compare them bit for bit. See host_adam.h for the formats.
+// operation by operation, and the tests compare them bit for bit. See forebay/moments.h for the formats.
 #pragma once
 
-#include "forebay/host_adam.h"
+#include "forebay/moments.h"
 #include "kernels/definitions.h"
 
 namespace forebay::definitions {
@@ -100,6 +100,31 @@ FOREBAY_DEVICE inline float v_from_code(std::uint8_t code, std::uint32_t exponen
   return code == 0u
              ? 0.0f
              : float_from_bits((static_cast<std::uint32_t>(code) << kMomentShift) + ((exponent - 31u) << 23));
+}
+
+// --- a master in bf16 ---
+
+// The seed of all elements with this key in this step.
+FOREBAY_DEVICE inline std::uint64_t master_seed(std::uint64_t key, std::uint64_t step) noexcept {
+  std::uint64_t z = key + (step + 1) * 0x9E3779B97F4A7C15u;
+  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+  z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+  return z ^ (z >> 31);
+}
+
+// 16 random bits of an element.
+FOREBAY_DEVICE inline std::uint32_t master_bits(std::uint64_t seed, std::uint64_t element) noexcept {
+  std::uint32_t h = (static_cast<std::uint32_t>(element) ^ static_cast<std::uint32_t>(seed)) * kDitherFactor1;
+  h ^= h >> 15;
+  h = (h ^ static_cast<std::uint32_t>(element >> 32) ^ static_cast<std::uint32_t>(seed >> 32)) *
+      kDitherFactor2;
+  h ^= h >> 13;
+  return h * 0xC2B2AE35u >> 16;
+}
+
+FOREBAY_DEVICE inline std::uint16_t master_to_bfloat16(float value, bool dithered, std::uint64_t seed,
+                                                       std::uint64_t element) noexcept {
+  return moment_to_bfloat16(value, dithered, dithered ? master_bits(seed, element) : 0);
 }
 
 }  // namespace forebay::definitions

@@ -6,6 +6,7 @@
 
 #include "kernels/cuda/launches.h"
 #include "kernels/cuda/packed.h"
+#include "kernels/moments.h"
 
 namespace forebay::cuda_kernels {
 
@@ -156,6 +157,269 @@ struct StepControl {
       c.barrier();
     }
     if (c.thread() == 0) definitions::advance_step(a, units == 0 ? 0.0 : a.scratch[0]);
+  }
+};
+
+// The update of states that are kept in fewer bytes. The types of gradient, master and parameter are the same
+// for all threads, and the kernel waits for memory, so they are looked up while it runs.
+template <MomentFormat format>
+struct KeptUpdate {
+  using Launch = KeptUpdateLaunch;
+  static constexpr int kRun = kKeptRun;
+  static_assert(kMomentBlockCount == kWarpSize * static_cast<unsigned>(kRun));
+  // The greatest magnitudes of each thread's m and v.
+  struct Shared {
+    std::uint32_t m[kBlockSize];
+    std::uint32_t v[kBlockSize];
+  };
+  using Run = float[kRun];
+
+  // The elements of one array that a thread has, from `begin` on. Elements behind `present` are zeros.
+  struct Place {
+    std::size_t begin;
+    int present;
+    bool wide;
+  };
+
+  template <DataType type>
+  static FOREBAY_KERNEL void load_as(const void* array, const Place& place, Run& values) {
+    constexpr int kWidth = kAccessBytes / static_cast<int>(sizeof(Storage<type>));
+    const auto* source = static_cast<const Storage<type>*>(array) + place.begin;
+    if (place.wide) {
+      FOREBAY_UNROLL
+      for (int i = 0; i < kRun; i += kWidth) {
+        Granule<type, kWidth> granule;
+        granule.load(source + i);
+        FOREBAY_UNROLL
+        for (int j = 0; j < kWidth; ++j) values[i + j] = granule.value(j);
+      }
+      return;
+    }
+    FOREBAY_UNROLL
+    for (int i = 0; i < kRun; ++i)
+      values[i] = i < place.present ? definitions::Element<type>::load(source[i]) : 0.0f;
+  }
+
+  static FOREBAY_KERNEL void load(const void* array, DataType type, const Place& place, Run& values) {
+    if (type == DataType::kFloat32) {
+      load_as<DataType::kFloat32>(array, place, values);
+    } else if (type == DataType::kBfloat16) {
+      load_as<DataType::kBfloat16>(array, place, values);
+    } else {
+      load_as<DataType::kFloat16>(array, place, values);
+    }
+  }
+
+  // `raw(i)` gives element i as it lies in memory.
+  template <DataType type, typename Raw>
+  static FOREBAY_KERNEL void store_raw(void* array, const Place& place, const Raw& raw) {
+    constexpr int kWidth = kAccessBytes / static_cast<int>(sizeof(Storage<type>));
+    auto* target = static_cast<Storage<type>*>(array) + place.begin;
+    if (place.wide) {
+      FOREBAY_UNROLL
+      for (int i = 0; i < kRun; i += kWidth) {
+        Granule<type, kWidth> granule;
+        FOREBAY_UNROLL
+        for (int j = 0; j < kWidth; ++j) granule.set_raw(j, raw(i + j));
+        granule.store(target + i);
+      }
+      return;
+    }
+    FOREBAY_UNROLL
+    for (int i = 0; i < kRun; ++i) {
+      if (i < place.present) target[i] = raw(i);
+    }
+  }
+
+  template <DataType type>
+  static FOREBAY_KERNEL void store_as(void* array, const Place& place, const Run& values) {
+    store_raw<type>(array, place, [&](int i) { return definitions::Element<type>::round(values[i]); });
+  }
+
+  // Codes of kBlock8: one access of 8 bytes.
+  static FOREBAY_KERNEL Packed<kRun> load_codes(const void* array, const Place& place) {
+    const auto* source = static_cast<const std::uint8_t*>(array) + place.begin;
+    if (place.wide) return load_packed(source, static_cast<Packed<kRun>*>(nullptr));
+    Packed<kRun> codes = {};
+    FOREBAY_UNROLL
+    for (int i = 0; i < kRun; ++i) {
+      if (i < place.present) codes.words[i / 4] |= static_cast<std::uint32_t>(source[i]) << (8 * (i % 4));
+    }
+    return codes;
+  }
+  static FOREBAY_KERNEL std::uint8_t code(const Packed<kRun>& codes, int i) {
+    return static_cast<std::uint8_t>(codes.words[i / 4] >> (8 * (i % 4)));
+  }
+  static FOREBAY_KERNEL void store_codes(void* array, const Place& place, const Packed<kRun>& codes) {
+    auto* target = static_cast<std::uint8_t*>(array) + place.begin;
+    if (place.wide) return store_packed(target, codes);
+    FOREBAY_UNROLL
+    for (int i = 0; i < kRun; ++i) {
+      if (i < place.present) target[i] = code(codes, i);
+    }
+  }
+
+  static FOREBAY_KERNEL void load_moments(const Moments& kept, bool has_v, const Place& place, Run& m,
+                                          Run& v) {
+    FOREBAY_UNROLL
+    for (int i = 0; i < kRun; ++i) v[i] = 0.0f;
+    if constexpr (format == MomentFormat::kFloat32) {
+      load_as<DataType::kFloat32>(kept.m, place, m);
+      if (has_v) load_as<DataType::kFloat32>(kept.v, place, v);
+    } else if constexpr (format == MomentFormat::kBfloat16) {
+      load_as<DataType::kBfloat16>(kept.m, place, m);
+      if (has_v) load_as<DataType::kBfloat16>(kept.v, place, v);
+    } else {
+      const std::size_t block = place.begin / kMomentBlockCount;
+      const bool any = place.present > 0;
+      const std::uint32_t m_exponent =
+          definitions::moment_exponent_read(any ? kept.m_exponents[block] : std::uint8_t{0});
+      const Packed<kRun> m_codes = load_codes(kept.m, place);
+      FOREBAY_UNROLL
+      for (int i = 0; i < kRun; ++i) m[i] = definitions::m_from_code(code(m_codes, i), m_exponent);
+      if (!has_v) return;
+      const std::uint32_t v_exponent =
+          definitions::moment_exponent_read(any ? kept.v_exponents[block] : std::uint8_t{0});
+      const Packed<kRun> v_codes = load_codes(kept.v, place);
+      FOREBAY_UNROLL
+      for (int i = 0; i < kRun; ++i) v[i] = definitions::v_from_code(code(v_codes, i), v_exponent);
+    }
+  }
+
+  // Every thread of the block comes here, those without elements too.
+  template <typename Context>
+  static FOREBAY_KERNEL void store_moments(const Context& c, Shared& shared, const Moments& kept, bool has_v,
+                                           const Place& place, bool dithered, std::uint32_t seed,
+                                           const Run& m, const Run& v) {
+    if constexpr (format == MomentFormat::kFloat32) {
+      store_raw<DataType::kFloat32>(kept.m, place, [&](int i) { return m[i]; });
+      if (has_v) store_raw<DataType::kFloat32>(kept.v, place, [&](int i) { return v[i]; });
+    } else if constexpr (format == MomentFormat::kBfloat16) {
+      store_raw<DataType::kBfloat16>(kept.m, place, [&](int i) {
+        return definitions::moment_to_bfloat16(m[i], dithered,
+                                               definitions::dither_bits(seed, m[i], v[i]) >> 16);
+      });
+      if (!has_v) return;
+      store_raw<DataType::kBfloat16>(kept.v, place, [&](int i) {
+        return definitions::moment_to_bfloat16(v[i], dithered,
+                                               definitions::dither_bits(seed, m[i], v[i]) & 0xFFFFu);
+      });
+    } else {
+      std::uint32_t m_greatest = 0, v_greatest = 0;
+      FOREBAY_UNROLL
+      for (int i = 0; i < kRun; ++i) {
+        const std::uint32_t m_size = i < place.present ? float_bits(m[i]) & 0x7FFFFFFFu : 0u;
+        const std::uint32_t v_size = i < place.present ? float_bits(v[i]) & 0x7FFFFFFFu : 0u;
+        m_greatest = m_size > m_greatest ? m_size : m_greatest;
+        v_greatest = v_size > v_greatest ? v_size : v_greatest;
+      }
+      shared.m[c.thread()] = m_greatest;
+      shared.v[c.thread()] = v_greatest;
+      c.barrier();
+      const unsigned first = c.thread() / kWarpSize * kWarpSize;
+      for (unsigned i = first; i < first + kWarpSize; ++i) {
+        m_greatest = shared.m[i] > m_greatest ? shared.m[i] : m_greatest;
+        v_greatest = shared.v[i] > v_greatest ? shared.v[i] : v_greatest;
+      }
+      c.barrier();  // The next blocks overwrite the memory that these have just read.
+      if (place.present == 0) return;
+      const std::uint32_t m_exponent = definitions::moment_exponent(m_greatest);
+      const std::uint32_t v_exponent = definitions::moment_exponent(v_greatest);
+      Packed<kRun> m_codes = {}, v_codes = {};
+      FOREBAY_UNROLL
+      for (int i = 0; i < kRun; ++i) {
+        const std::uint32_t random = definitions::dither_bits(seed, m[i], v[i]);
+        const std::uint32_t m_code = m_exponent == definitions::kMomentExponentNan
+                                         ? 0u
+                                         : definitions::m_to_code(m[i], m_exponent, dithered, random >> 12);
+        const std::uint32_t v_code =
+            v_exponent == definitions::kMomentExponentNan
+                ? 0u
+                : definitions::v_to_code(v[i], v_exponent, dithered, random & 0xFFFFFu);
+        m_codes.words[i / 4] |= m_code << (8 * (i % 4));
+        v_codes.words[i / 4] |= v_code << (8 * (i % 4));
+      }
+      store_codes(kept.m, place, m_codes);
+      if (has_v) store_codes(kept.v, place, v_codes);
+      if (c.thread() != first) return;
+      const std::size_t block = place.begin / kMomentBlockCount;
+      kept.m_exponents[block] = static_cast<std::uint8_t>(m_exponent);
+      if (has_v) kept.v_exponents[block] = static_cast<std::uint8_t>(v_exponent);
+    }
+  }
+
+  template <typename Context>
+  static FOREBAY_KERNEL void run(const Context& c, const Launch& launch, Shared& shared) {
+    const StepState* const state = launch.arguments.state;
+    if (state != nullptr && !definitions::updates(*state, launch.arguments.used)) return;
+    const KeptUpdateArguments& kept = launch.arguments.kept;
+    const AdamWArguments& a = kept.update;
+    const definitions::AdamWConstants constants = definitions::adamw_constants(
+        a, state == nullptr ? a.factor : state->factor, state == nullptr ? a.c1 : state->c1,
+        state == nullptr ? a.s2 : state->s2);
+    const std::uint64_t step = state == nullptr ? kept.step : state->applied_steps;
+    const bool dithered = kept.rounding == MomentRounding::kDithered;
+    const bool has_v = has_second_moment(a.optimizer);
+    const std::uint32_t seed = definitions::dither_seed(step);
+    const std::uint64_t master_seed = definitions::master_seed(kept.half.key, step);
+    const bool is_half = kept.half.elements != nullptr;
+    constexpr std::size_t kTile = static_cast<std::size_t>(kBlockSize) * kRun;
+    for (std::size_t start = c.block() * kTile; start < a.count; start += c.grid_size() * kTile) {
+      Place place = {start + c.thread() * static_cast<std::size_t>(kRun), 0, false};
+      if (place.begin < a.count) {
+        const std::size_t left = a.count - place.begin;
+        place.present = left < static_cast<std::size_t>(kRun) ? static_cast<int>(left) : kRun;
+      }
+      place.wide = launch.aligned && place.present == kRun;
+      Run g, p, m, v;
+      load(a.gradient, a.gradient_type, place, g);
+      if (is_half) {
+        load_as<DataType::kBfloat16>(kept.half.elements, place, p);
+      } else {
+        load_as<DataType::kFloat32>(a.master, place, p);
+      }
+      load_moments(kept.moments, has_v, place, m, v);
+      FOREBAY_UNROLL
+      for (int i = 0; i < kRun; ++i) {
+        const definitions::AdamWElement updated =
+            definitions::update_element(a.optimizer, constants, g[i], p[i], m[i], v[i]);
+        p[i] = updated.p;
+        m[i] = updated.m;
+        v[i] = updated.v;
+      }
+      if (is_half) {
+        store_raw<DataType::kBfloat16>(kept.half.elements, place, [&](int i) {
+          return definitions::master_to_bfloat16(p[i], dithered, master_seed,
+                                                 kept.half.first + place.begin + static_cast<std::size_t>(i));
+        });
+      } else {
+        store_raw<DataType::kFloat32>(a.master, place, [&](int i) { return p[i]; });
+      }
+      if (kept.average != nullptr) {
+        Run average;
+        load_as<DataType::kFloat32>(kept.average, place, average);
+        FOREBAY_UNROLL
+        for (int i = 0; i < kRun; ++i) {
+          const std::size_t element = kept.half.first + place.begin + static_cast<std::size_t>(i);
+          const float value =
+              is_half
+                  ? bfloat16_to_float(definitions::master_to_bfloat16(p[i], dithered, master_seed, element))
+                  : p[i];
+          average[i] = definitions::average_element(average[i], value, kept.average_weight);
+        }
+        store_raw<DataType::kFloat32>(kept.average, place, [&](int i) { return average[i]; });
+      }
+      if (a.parameter != nullptr) {
+        if (a.parameter_type == DataType::kFloat32) {
+          store_as<DataType::kFloat32>(a.parameter, place, p);
+        } else if (a.parameter_type == DataType::kBfloat16) {
+          store_as<DataType::kBfloat16>(a.parameter, place, p);
+        } else {
+          store_as<DataType::kFloat16>(a.parameter, place, p);
+        }
+      }
+      store_moments(c, shared, kept.moments, has_v, place, dithered, seed, m, v);
+    }
   }
 };
 

@@ -162,6 +162,26 @@ class CudaKernels final : public Kernels {
     return adamw_elements(a, stream);
   }
 
+  Status update_kept(const ControlledKeptUpdateArguments& a, Stream stream) override {
+    FOREBAY_RETURN_IF_ERROR(check_arguments(a));
+    const AdamWArguments& u = a.kept.update;
+    if (u.count == 0) return Status();
+    const Moments& moments = a.kept.moments;
+    const void* const master = a.kept.half.elements != nullptr
+                                   ? static_cast<const void*>(a.kept.half.elements)
+                                   : static_cast<const void*>(u.master);
+    const bool aligned = head_of(u.count, kAccessBytes,
+                                 {{u.gradient, 1},
+                                  {master, 1},
+                                  {moments.m, 1},
+                                  {moments.v, 1},
+                                  {a.kept.average, 1},
+                                  {u.parameter, 1}}) == 0;
+    const std::size_t tile = kBlockSize * cuda_kernels::kKeptRun;
+    return launch(kept_update_[static_cast<std::size_t>(moments.format)],
+                  cuda_kernels::KeptUpdateLaunch{a, aligned}, (u.count + tile - 1) / tile, stream);
+  }
+
   const char* description() const noexcept override { return description_.c_str(); }
 
  private:
@@ -189,6 +209,11 @@ class CudaKernels final : public Kernels {
         FOREBAY_RETURN_IF_ERROR(find("adamw" + names, adamw_[i][j]));
         FOREBAY_RETURN_IF_ERROR(find("update" + names, update_[i][j]));
       }
+    }
+    for (const MomentFormat format :
+         {MomentFormat::kFloat32, MomentFormat::kBfloat16, MomentFormat::kBlock8}) {
+      FOREBAY_RETURN_IF_ERROR(find(std::string("kept_update_") + moment_format_name(format),
+                                   kept_update_[static_cast<std::size_t>(format)]));
     }
     FOREBAY_RETURN_IF_ERROR(find("norm_tree", norm_tree_));
     return find("step_control", step_control_);
@@ -240,6 +265,7 @@ class CudaKernels final : public Kernels {
   Kernel add_[kTypeCount], fill_[kTypeCount], norm_leaves_[kTypeCount], adamw_[kTypeCount][kTypeCount + 1];
   Kernel update_[kTypeCount][kTypeCount + 1];  // The other optimizers.
   Kernel norm_tree_, step_control_;
+  Kernel kept_update_[3];  // By format of the moments.
 };
 
 }  // namespace

@@ -53,9 +53,12 @@
   X(forebay_update_fp16_fp16, Update<FOREBAY_F16, FOREBAY_F16, true>)
 
 // X(name, struct of blocks.h)
-#define FOREBAY_BLOCK_KERNELS(X)                        \
-  X(forebay_norm_leaves_fp32, NormLeaves<FOREBAY_F32>)  \
-  X(forebay_norm_leaves_bf16, NormLeaves<FOREBAY_BF16>) \
-  X(forebay_norm_leaves_fp16, NormLeaves<FOREBAY_F16>)  \
-  X(forebay_norm_tree, NormTree)                        \
-  X(forebay_step_control, StepControl)
+#define FOREBAY_BLOCK_KERNELS(X)                                              \
+  X(forebay_norm_leaves_fp32, NormLeaves<FOREBAY_F32>)                        \
+  X(forebay_norm_leaves_bf16, NormLeaves<FOREBAY_BF16>)                       \
+  X(forebay_norm_leaves_fp16, NormLeaves<FOREBAY_F16>)                        \
+  X(forebay_norm_tree, NormTree)                                              \
+  X(forebay_step_control, StepControl)                                        \
+  X(forebay_kept_update_fp32, KeptUpdate<::forebay::MomentFormat::kFloat32>)  \
+  X(forebay_kept_update_bf16, KeptUpdate<::forebay::MomentFormat::kBfloat16>) \
+  X(forebay_kept_update_block8, KeptUpdate<::forebay::MomentFormat::kBlock8>)

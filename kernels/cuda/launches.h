@@ -40,4 +40,13 @@ struct NormTreeLaunch {
   double* result;
 };
 
+// Neighbouring elements of a thread in an update of kept states: a warp has a block of m and v.
+inline constexpr int kKeptRun = 8;
+
+// `aligned`: every array begins at a multiple of an access.
+struct KeptUpdateLaunch {
+  ControlledKeptUpdateArguments arguments;
+  bool aligned;
+};
+
 }  // namespace forebay::cuda_kernels

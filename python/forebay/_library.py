@@ -229,6 +229,7 @@ FUNCTIONS: Dict[str, str] = {
     "save_begin": "hspui",
     "save_end": "h",
     "engine_freeze": "hiii",
+    "engine_swap_average": "h",
     "load": "hsPU",
     "spill": "hi",
     "fetch": "h",

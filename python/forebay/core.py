@@ -382,6 +382,10 @@ class Engine(_Reported):
         """Freezes a parameter from the next step on, or unfreezes it. Every rank makes the same calls."""
         library().engine_freeze(self, unit, index, frozen)
 
+    def swap_average(self) -> None:
+        """Exchanges the weights and their moving average (option "ema"); the next call exchanges them again."""
+        library().engine_swap_average(self)
+
     def tie(self, unit: int, of_unit: int, of_index: int) -> int:
         """`unit` uses a parameter of an earlier unit too; its index within `unit`."""
         return result(library().engine_tie, ctypes.c_int32, self, unit, of_unit, of_index)

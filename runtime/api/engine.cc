@@ -708,6 +708,13 @@ std::int32_t forebay_engine_freeze(forebay_engine* engine, std::int32_t unit, st
   });
 }
 
+std::int32_t forebay_engine_swap_average(forebay_engine* engine) {
+  return guarded(__func__, [&] {
+    const auto held = hold(engine);
+    committed(*held).swap_average();
+  });
+}
+
 std::int32_t forebay_load(forebay_engine* engine, const char* directory, const void** trainer_state,
                           std::uint64_t* trainer_state_bytes) {
   return guarded(__func__, [&] {

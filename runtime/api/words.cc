@@ -50,6 +50,7 @@ constexpr Pair kCalls[] = {
     {"statistics", "forebay_engine_report"},
     {"step", "forebay_step"},
     {"step_begin", "forebay_step_begin"},
+    {"swap_average", "forebay_engine_swap_average"},
     {"tie", "forebay_engine_tie"},
     {"visit_parameters", "forebay_engine_visit"},
     {"zeroed_gradient", "forebay_zeroed_gradient"},

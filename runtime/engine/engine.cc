@@ -226,6 +226,7 @@ DevicePtr Engine::activations() const {
 void Engine::step_begin() {
   Impl& impl = *impl_;
   impl.expect(Impl::Phase::kIdle, "step_begin()");
+  impl.expect_own_weights("step_begin()");
   impl.check_peers();
   for (Impl::Unit& unit : impl.units) {
     unit.used = false;
@@ -423,6 +424,7 @@ void Engine::lock_state(const std::string& directory) {
 
 void Engine::save_state(const std::string& directory, const std::string& trainer_state, int keep) {
   impl_->expect(Impl::Phase::kIdle, "save_state()");
+  impl_->expect_own_weights("save_state()");
   if (keep < 1) impl_->misuse("save_state() with keep " + std::to_string(keep) + "; keep 1 state or more");
   const Impl::OtherTraffic other(*impl_);
   impl_->save_state(directory, trainer_state, keep);
@@ -430,6 +432,7 @@ void Engine::save_state(const std::string& directory, const std::string& trainer
 
 void Engine::save_state_begin(const std::string& directory, const std::string& trainer_state, int keep) {
   impl_->expect(Impl::Phase::kIdle, "save_state_begin()");
+  impl_->expect_own_weights("save_state_begin()");
   if (keep < 1)
     impl_->misuse("save_state_begin() with keep " + std::to_string(keep) + "; keep 1 state or more");
   const Impl::OtherTraffic other(*impl_);

@@ -216,7 +216,18 @@ struct Engine::Impl : StepContext {
   void write_range(const OffloadedRange& range, std::uint64_t offset, const void* source,
                    std::uint64_t bytes);
   void read_range(const OffloadedRange& range, std::uint64_t offset, void* target, std::uint64_t bytes);
-  // `count` elements of the updated range of a state, from `begin` on.
+  // Elements of a state that lie in one piece of memory or of the store.
+  struct KeptRun {
+    std::uint64_t values = 0;     // Bytes from the start of the state.
+    std::uint64_t exponents = 0;  // The same, in MomentFormat::kBlock8.
+    std::uint64_t count = 0;      // Elements.
+  };
+  std::vector<KeptRun> kept_runs(int unit, StateField field, std::uint64_t begin, std::uint64_t count);
+  // Bytes of a state as it is kept.
+  void write_kept(int unit, StateField field, std::uint64_t offset, const std::byte* bytes,
+                  std::uint64_t count);
+  void read_kept(int unit, StateField field, std::uint64_t offset, std::byte* bytes, std::uint64_t count);
+  // `count` elements of the updated range of a state, from `begin` on, in fp32.
   void write_state(int unit, StateField field, std::uint64_t begin, std::span<const float> values);
   void read_state(int unit, StateField field, std::uint64_t begin, std::span<float> values);
   // This rank's slice of the parameters at stage 3; `offset` in bytes.
@@ -232,6 +243,8 @@ struct Engine::Impl : StepContext {
   std::vector<float> unit_states(int unit, StateField field);
   std::vector<float> unit_frozen(int unit);
   void publish_parameters();
+  // Refuses `call` while the weights are their average.
+  void expect_own_weights(const char* call);
   void save_state(const std::string& directory, const std::string& trainer_state, int keep);
   void begin_save(const std::string& directory, const std::string& trainer_state, int keep);
   void end_save();
@@ -247,6 +260,7 @@ struct Engine::Impl : StepContext {
   std::vector<SavedPart> saved_parts() const;
   std::uint64_t saved_offset(const SavedPart& part);
   void describe_copies();
+  void describe_copies(const SavedPart& part, std::byte* target);
   // Gives the values of a part, which may lie in `memory`.
   using PartReader = std::function<std::span<const float>(const SavedPart& part, std::vector<float>& memory)>;
   std::span<const float> read_part(const SavedPart& part, std::vector<float>& memory);
@@ -301,9 +315,11 @@ struct Engine::Impl : StepContext {
 
   // The state of training.
   std::list<internal::StateLock> state_locks;
-  std::vector<StateCopy> saved_copies;  // In the order of saved_parts().
+  std::vector<StateCopy> saved_copies;
+  std::vector<const std::byte*> saved_targets;  // By part of saved_parts().
   std::unique_ptr<internal::BackgroundSave> background_save;
   std::uint64_t values_fingerprint = 0;  // Hash of all values given to set_parameter(), in order.
+  bool average_is_swapped = false;       // swap_average() was called once more than undone.
   int forward_count = 0;                 // Micro-steps with a complete forward pass.
   int micro_step = 0;                    // Micro-steps with a complete backward pass: the next one's index.
   int cursor = 0;                        // Forward: the next unit. Backward: units at and above it are done.

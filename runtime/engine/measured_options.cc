@@ -141,34 +141,45 @@ Engine::Impl::UpdateTimes Engine::Impl::measure_update(std::uint64_t count) {
   PinnedPoolOptions pinned_memory = pinned_options();
   pinned_memory.huge_pages = false;
   const auto pool = value_or_throw(PinnedPool::create(backend, pinned_memory));
-  std::byte* const host = value_or_throw(pool->allocate(3 * state_bytes + count * size));
+  std::byte* const host = value_or_throw(pool->allocate(3 * state_bytes + count * size + kPageBytes));
   if (!counts_only()) std::memset(host, 0, 3 * state_bytes + count * size);
   Probe probe(*this);
   probe.open(3 * state_bytes + 2 * count * size);
 
-  const bool has_parameter = options.dtype != DataType::kFloat32;
+  const bool has_parameter = !is_own_master(options);
+  // Each state has room for fp32.
   const auto with_memory = [&](std::byte* base) {
-    AdamWArguments adamw = adamw_arguments(options);
-    adamw.gradient_type = options.dtype;
-    adamw.factor = adamw.c1 = adamw.s2 = 1;
-    adamw.count = count;
-    adamw.master = reinterpret_cast<float*>(base);
-    adamw.m = reinterpret_cast<float*>(base + state_bytes);
-    if (has_second_moment(options.optimizer)) adamw.v = reinterpret_cast<float*>(base + 2 * state_bytes);
-    adamw.gradient = base + 3 * state_bytes;
-    return adamw;
+    const auto codes_end = [&](std::byte* state) { return reinterpret_cast<std::uint8_t*>(state + count); };
+    std::byte* const m = base + state_bytes;
+    std::byte* const v = has_second_moment(options.optimizer) ? m + state_bytes : nullptr;
+    KeptUpdateArguments kept{};
+    kept.update = adamw_arguments(options);
+    kept.update.gradient_type = options.dtype;
+    kept.update.factor = kept.update.c1 = kept.update.s2 = 1;
+    kept.update.count = count;
+    kept.update.master = reinterpret_cast<float*>(base);
+    kept.update.m = reinterpret_cast<float*>(m);
+    kept.update.v = reinterpret_cast<float*>(v);
+    kept.update.gradient = base + 3 * state_bytes;
+    kept.moments = {options.moments, m, v, nullptr, nullptr};
+    if (options.moments == MomentFormat::kBlock8) {
+      kept.moments.m_exponents = codes_end(m);
+      if (v != nullptr) kept.moments.v_exponents = codes_end(v);
+    }
+    if (format_of(StateField::kMaster) == MomentFormat::kBfloat16)
+      kept.half.elements = reinterpret_cast<std::uint16_t*>(base);
+    return kept;
   };
-  AdamWArguments on_device = with_memory(probe.memory);
-  if (has_parameter) on_device.parameter = probe.memory + 3 * state_bytes + count * size;
+  KeptUpdateArguments on_device = with_memory(probe.memory);
+  if (has_parameter) on_device.update.parameter = probe.memory + 3 * state_bytes + count * size;
   UpdateTimes times;
   times.device = measure([&] {
-    throw_if_error(kernels.adamw(on_device, probe.stream));
+    throw_if_error(states_are_fp32() ? kernels.adamw(on_device.update, probe.stream)
+                                     : kernels.update_kept({on_device, nullptr, nullptr}, probe.stream));
     throw_if_error(backend.stream_synchronize(probe.stream));
   });
-  HostAdamArguments on_host{};
-  on_host.update = with_memory(host);
+  KeptUpdateArguments on_host = with_memory(host);
   if (has_parameter) on_host.update.parameter = host + 3 * state_bytes;
-  on_host.moments = {MomentFormat::kFloat32, on_host.update.m, on_host.update.v, nullptr, nullptr};
   const BlockRunner runner(options.host_threads);
   // Copies and files are moved beside the update, so the slowest of the three counts.
   times.offloaded = measure([&] {
@@ -182,8 +193,10 @@ Engine::Impl::UpdateTimes Engine::Impl::measure_update(std::uint64_t count) {
                    throw_if_error(backend.stream_synchronize(probe.stream));
                  }));
   }
-  if (options.tier == Tier::kFile)
-    times.offloaded = std::max(times.offloaded, measure_store(host, 3 * state_bytes));
+  if (options.tier == Tier::kFile) {
+    const std::uint64_t stored = round_up(count * forebay::state_bytes(options), kPageBytes);
+    times.offloaded = std::max(times.offloaded, measure_store(host, stored));
+  }
   throw_if_error(pool->free(host, {}));
   times.device /= static_cast<double>(count);
   times.offloaded /= static_cast<double>(count);

@@ -24,6 +24,8 @@ const char* range_name(Role role) {
       return "m";
     case Role::kV:
       return "v";
+    case Role::kAverage:
+      return "average";
     case Role::kTrainableSlice:
       return "parameters";
     default:
@@ -192,6 +194,7 @@ void Engine::Impl::note_segments(int index) {
   const UnitLayout& unit_layout = layout(index);
   std::vector<Segment> runs;
   bool is_open = false;  // The last run goes on.
+  const bool has_fp32_master = format_of(StateField::kMaster) == MomentFormat::kFloat32;
   const auto end_run = [&](std::uint64_t end) {
     if (is_open) runs.back().count = end - runs.back().begin;
     is_open = false;
@@ -200,10 +203,10 @@ void Engine::Impl::note_segments(int index) {
     const UnitLayout::Place& p = unit_layout.places[i];
     const int group = shape(index).parameters[i].group;
     if (p.frozen) continue;
-    if (is_open && runs.back().group == group && !u.fixed[i]) continue;
+    if (is_open && runs.back().group == group && !u.fixed[i] && has_fp32_master) continue;
     end_run(p.offset);
     if (u.fixed[i]) continue;
-    runs.push_back({p.offset, 0, group});
+    runs.push_back({p.offset, 0, group, {nullptr, 0, rounding_key(shape(index).parameters[i].name)}});
     is_open = true;
   }
   end_run(unit_layout.trainable_count);
@@ -211,7 +214,9 @@ void Engine::Impl::note_segments(int index) {
   for (const Segment& run : runs) {
     const std::uint64_t begin = std::max(run.begin, u.updated_begin);
     const std::uint64_t stop = std::min(run.begin + run.count, u.updated_begin + u.updated_count);
-    if (begin < stop) u.segments.push_back({begin - u.updated_begin, stop - begin, run.group});
+    if (begin >= stop) continue;
+    u.segments.push_back({begin - u.updated_begin, stop - begin, run.group, run.rounding});
+    u.segments.back().rounding.first = begin - run.begin;
   }
 }
 
@@ -313,8 +318,7 @@ void Engine::Impl::place_state(const StatePlacement& placement, std::byte* addre
   if (placement.pool == Pool::kFiles) {
     u.states[field] = place_range(placement, address);
   } else {
-    float** const states[] = {&u.master, &u.m, &u.v};
-    *states[field] = reinterpret_cast<float*>(address);
+    u.kept[field] = address;
   }
 }
 
@@ -357,8 +361,8 @@ void Engine::Impl::complete_unit(int index) {
   }
   if (u.offloaded) {
     complete_offloaded_unit(index);
-  } else if (options.dtype == DataType::kFloat32) {
-    u.master = reinterpret_cast<float*>(u.updated_parameters);
+  } else if (is_own_master(options)) {
+    u.kept[static_cast<std::size_t>(StateField::kMaster)] = u.updated_parameters;
   }
   u.leased_parameters = u.parameters;
   u.leased_gradients = u.gradients;
@@ -370,9 +374,10 @@ void Engine::Impl::complete_unit(int index) {
 
 void Engine::Impl::complete_offloaded_unit(int index) {
   Unit& u = unit(index);
-  if (u.parameters_offloaded && options.dtype == DataType::kFloat32) {
-    u.trainable_slice = u.states[static_cast<std::size_t>(StateField::kMaster)];
-    u.trainable_slice.host = reinterpret_cast<std::byte*>(u.master);
+  if (u.parameters_offloaded && is_own_master(options)) {
+    const auto master = static_cast<std::size_t>(StateField::kMaster);
+    u.trainable_slice = u.states[master];
+    u.trainable_slice.host = u.kept[master];
   }
   if (options.tier == Tier::kFile) make_parts(u);
 }
@@ -390,17 +395,21 @@ void Engine::Impl::guard_alias(DevicePtr& leased, SlotUse use, int index, std::u
 // Cuts a unit's states into the pieces that pass through host memory.
 void Engine::Impl::make_parts(Unit& u) {
   u.first_part = pass_parts.size();
-  const bool writes_parameters = u.parameters_offloaded && options.dtype != DataType::kFloat32;
-  for (std::uint64_t begin = 0; begin < u.updated_count; begin += plan.piece_count) {
+  const bool writes_parameters = u.parameters_offloaded && !is_own_master(options);
+  std::uint64_t number = 0;
+  for (std::uint64_t begin = 0; begin < u.updated_count; begin += plan.piece_count, ++number) {
     const bool last = u.updated_count - begin <= plan.piece_count;
     StorePassPart& part = pass_parts.emplace_back();
-    const auto add = [&](const OffloadedRange& range, std::uint64_t size, bool read) {
-      const std::uint64_t offset = begin * size;
-      const std::uint64_t bytes = last ? range.range_bytes - offset : plan.piece_count * size;
+    const auto add = [&](const OffloadedRange& range, std::uint64_t piece_bytes, bool read) {
+      const std::uint64_t offset = number * piece_bytes;
+      const std::uint64_t bytes = last ? range.range_bytes - offset : piece_bytes;
       part.fields[part.field_count++] = {range.range, offset, bytes, read, true};
     };
-    for (int f = 0; f < state_fields(); ++f) add(u.states[static_cast<std::size_t>(f)], sizeof(float), true);
-    if (writes_parameters) add(u.trainable_slice, element(), false);
+    for (const StateField field : state_fields()) {
+      add(u.states[static_cast<std::size_t>(field)],
+          stored_bytes(format_of(field), plan.piece_count, plan.piece_count), true);
+    }
+    if (writes_parameters) add(u.trainable_slice, plan.piece_count * element(), false);
   }
   u.part_count = pass_parts.size() - u.first_part;
 }

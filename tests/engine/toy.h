@@ -19,7 +19,9 @@
 #include "forebay/engine.h"
 #include "forebay/pinned_pool.h"
 #include "forebay/stream_call.h"
+#include "kernels/moments.h"
 #include "runtime/engine/engine_hooks.h"
+#include "runtime/engine/plan/step_control.h"
 #include "tests/support/elements.h"
 #include "tests/support/local_world.h"
 
@@ -90,7 +92,8 @@ struct ToyOptions {
 struct ToyResult {
   std::vector<double> grad_norms;  // NaN where skipped.
   std::vector<double> metrics;
-  std::vector<std::vector<float>> masters;  // By parameter over all units, in order of registration.
+  std::vector<std::vector<float>> masters;   // By parameter over all units, in order of registration.
+  std::vector<std::vector<float>> averages;  // The same; empty without a moving average.
   std::string digest;
   EngineStatistics statistics;
   std::string order;  // Engine::recorded_order().
@@ -203,6 +206,10 @@ class ToyTrainer {
     engine_.visit_parameters([&](const ParameterShape&, std::span<const float> values) {
       result.masters.emplace_back(values.begin(), values.end());
     });
+    result.averages.clear();
+    for (const ParameterId id : ids_) {
+      if (options_.engine.ema > 0) result.averages.push_back(engine_.get_average(id));
+    }
     result.digest = engine_.digest();
     result.statistics = engine_.statistics();
     result.order = engine_.recorded_order();
@@ -408,6 +415,34 @@ inline ToyResult run_toy(const ToyOptions& options, const WorldOptions& world = 
 
 // --- the contract, written out ---
 
+// m and v as they are kept after step t. A block of kBlock8 never holds elements of two parameters.
+inline void keep_moments(MomentFormat format, std::uint64_t t, std::vector<float>& m, std::vector<float>& v) {
+  if (format == MomentFormat::kFloat32) return;
+  const std::uint32_t seed = definitions::dither_seed(t);
+  for (std::size_t start = 0; start < m.size(); start += kMomentBlockCount) {
+    const std::size_t end = std::min(m.size(), start + kMomentBlockCount);
+    float most_m = 0, most_v = 0;
+    for (std::size_t i = start; i < end; ++i) {
+      most_m = std::max(most_m, std::fabs(m[i]));
+      most_v = std::max(most_v, v[i]);
+    }
+    const std::uint32_t m_exponent = definitions::moment_exponent(float_bits(most_m));
+    const std::uint32_t v_exponent = definitions::moment_exponent(float_bits(most_v));
+    for (std::size_t i = start; i < end; ++i) {
+      const std::uint32_t random = definitions::dither_bits(seed, m[i], v[i]);
+      if (format == MomentFormat::kBfloat16) {
+        m[i] = bfloat16_to_float(definitions::moment_to_bfloat16(m[i], true, random >> 16));
+        v[i] = bfloat16_to_float(definitions::moment_to_bfloat16(v[i], true, random & 0xFFFFu));
+      } else {
+        m[i] = definitions::m_from_code(definitions::m_to_code(m[i], m_exponent, true, random >> 12),
+                                        m_exponent);
+        v[i] = definitions::v_from_code(definitions::v_to_code(v[i], v_exponent, true, random & 0xFFFFFu),
+                                        v_exponent);
+      }
+    }
+  }
+}
+
 inline double reference_pairs(std::vector<double> values) {
   if (values.empty()) return 0.0;
   while (values.size() > 1) {
@@ -425,18 +460,21 @@ inline ToyResult reference_toy(const ToyOptions& options) {
   struct Parameter {
     int unit;
     ToyParameter shape;
-    std::vector<float> master, m, v;
+    std::vector<float> master, m, v, average;
   };
+  const bool own_master = !options.engine.master_weights;
+  const auto alignment = static_cast<std::size_t>(parameter_alignment(options.engine));
   std::vector<Parameter> parameters;
   std::vector<int> first_number;
   for (std::size_t u = 0; u < options.units.size(); ++u) {
     first_number.push_back(static_cast<int>(parameters.size()));
     for (const ToyParameter& shape : options.units[u].parameters) {
-      Parameter p{static_cast<int>(u), shape, {}, {}, {}};
+      Parameter p{static_cast<int>(u), shape, {}, {}, {}, {}};
       for (std::uint64_t i = 0; i < shape.count; ++i) {
         const float value = toy_initial(static_cast<int>(parameters.size()), i);
-        p.master.push_back(shape.frozen ? round_to(type, value) : value);
+        p.master.push_back(shape.frozen || own_master ? round_to(type, value) : value);
       }
+      p.average = p.master;
       p.m.assign(shape.count, 0.0f);
       p.v.assign(shape.count, 0.0f);
       parameters.push_back(p);
@@ -547,7 +585,7 @@ inline ToyResult reference_toy(const ToyOptions& options) {
       std::vector<float> flat;
       for (std::size_t q = 0; q < parameters.size(); ++q) {
         if (parameters[q].unit != static_cast<int>(u) || parameters[q].shape.frozen) continue;
-        flat.resize((flat.size() + 63) / 64 * 64, 0.0f);
+        flat.resize((flat.size() + alignment - 1) / alignment * alignment, 0.0f);
         flat.insert(flat.end(), sums[q].begin(), sums[q].end());
       }
       const std::size_t granule = 512 * static_cast<std::size_t>(n);
@@ -627,6 +665,23 @@ inline ToyResult reference_toy(const ToyOptions& options) {
         w = std::fma(-(lr / c1), p.m[i] / (std::sqrt(p.v[i]) / s2 + eps), w);
         p.master[i] = w;
       }
+      keep_moments(options.engine.moments, static_cast<std::uint64_t>(applied), p.m, p.v);
+      const auto average = [&] {
+        const auto weight = static_cast<float>(1.0 - options.engine.ema);
+        for (std::uint64_t i = 0; i < p.shape.count; ++i)
+          p.average[i] = std::fma(weight, p.master[i] - p.average[i], p.average[i]);
+      };
+      if (!own_master) {
+        average();
+        continue;
+      }
+      const std::string name = "p" + std::to_string(q);
+      const std::uint64_t seed =
+          definitions::master_seed(rounding_key(name), static_cast<std::uint64_t>(applied));
+      for (std::uint64_t i = 0; i < p.shape.count; ++i) {
+        p.master[i] = bfloat16_to_float(definitions::master_to_bfloat16(p.master[i], true, seed, i));
+      }
+      average();
     }
     if (type == DataType::kFloat16 && ++growth == options.engine.loss_scale.growth_interval) {
       loss_scale *= 2.0;
@@ -634,6 +689,9 @@ inline ToyResult reference_toy(const ToyOptions& options) {
     }
   }
   for (const Parameter& p : parameters) result.masters.push_back(p.master);
+  for (const Parameter& p : parameters) {
+    if (options.engine.ema > 0) result.averages.push_back(p.average);
+  }
   return result;
 }
 

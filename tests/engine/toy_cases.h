@@ -42,6 +42,7 @@ inline void expect_same(const ToyResult& actual, const ToyResult& expected, cons
     ASSERT_EQ(actual.metrics[i], expected.metrics[i])
         << what << ": forward of step " << i << " read other weights";
   }
+  ASSERT_EQ(actual.averages, expected.averages) << what;
   ASSERT_EQ(actual.masters.size(), expected.masters.size()) << what;
   for (std::size_t q = 0; q < expected.masters.size(); ++q) {
     for (std::size_t i = 0; i < expected.masters[q].size(); ++i) {

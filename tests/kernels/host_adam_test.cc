@@ -519,6 +519,96 @@ TEST_F(HostAdam, DitheredVFollowsTheGradientWhereTheNearestStops) {
   }
 }
 
+// A master in bf16, and its moving average, beside the same in double. The rate is a fortieth of a unit in
+// the last place.
+TEST_F(HostAdam, ADitheredMasterFollowsADoubleReferenceWhereTheNearestStandsStill) {
+  const BlockRunner runner(2);
+  constexpr std::size_t kCount = 8192;
+  constexpr int kSteps = 500;
+  constexpr double kRate = 1e-4, kDecay = 0.01, kEma = 0.99;
+  double wide = 1.0, m = 0.0, v = 0.0, wide_average = 1.0;
+  for (int t = 1; t <= kSteps; ++t) {
+    m = 0.9 * m + 0.1;
+    v = 0.95 * v + 0.05;
+    wide -= kRate * kDecay * wide;
+    wide -= kRate * (m / (1 - std::pow(0.9, t))) / (std::sqrt(v / (1 - std::pow(0.95, t))) + 1e-8);
+    wide_average += (1 - kEma) * (wide - wide_average);
+  }
+  for (const MomentRounding rounding : kRoundings) {
+    for (const MomentFormat format : kFormats) {
+      const std::vector<float> gradient(kCount, 1.0f);
+      std::vector<std::uint16_t> master(kCount, float_to_bfloat16(1.0f));
+      std::vector<float> average(kCount, 1.0f), exact(kCount, 1.0f);
+      KeptMoments kept(format, kCount, 0);
+      double largest = 0.0;
+      for (int t = 1; t <= kSteps; ++t) {
+        HostAdamArguments a;
+        a.update = adamw_at_step(static_cast<std::uint64_t>(t), kRate, 0.95);
+        a.update.gradient = gradient.data(), a.update.count = kCount;
+        a.moments = kept.get();
+        a.half = {master.data(), 1000, 77};
+        a.rounding = rounding;
+        a.step = static_cast<std::uint64_t>(t);
+        a.average = average.data();
+        a.average_weight = static_cast<float>(1.0 - kEma);
+        ASSERT_TRUE(host_adam(a, runner).ok());
+        for (std::size_t i = 0; i < kCount; ++i) {
+          const double p = bfloat16_to_float(master[i]);
+          exact[i] = static_cast<float>(exact[i] + (1 - kEma) * (p - exact[i]));
+          largest = std::max(largest, std::fabs(double{exact[i]} - average[i]));
+        }
+      }
+      double mean = 0.0, mean_average = 0.0;
+      for (std::size_t i = 0; i < kCount; ++i) {
+        mean += bfloat16_to_float(master[i]) / double{kCount};
+        mean_average += average[i] / double{kCount};
+      }
+      EXPECT_LT(largest, 2e-6);
+      if (rounding == MomentRounding::kNearest) {
+        EXPECT_EQ(mean, 1.0) << moment_format_name(format);
+        continue;
+      }
+      // One element is 0.014 from its mean at one sigma.
+      EXPECT_NEAR(mean, wide, 6 * 0.014 / std::sqrt(double{kCount}) + 1e-4) << moment_format_name(format);
+      EXPECT_NEAR(mean_average, wide_average, 6 * 0.014 / std::sqrt(double{kCount}) + 1e-4)
+          << moment_format_name(format);
+    }
+  }
+}
+
+// Parts, threads and the place of an element change nothing; its number, its key and the step do.
+TEST_F(HostAdam, TheRandomBitsOfAMasterFollowItsNumberItsKeyAndTheStep) {
+  const BlockRunner one(1), three(3);
+  constexpr std::size_t kCount = 200'000;
+  const std::vector<float> gradient(kCount, 1.0f), zeros(2 * kCount);
+  const auto run = [&](const BlockRunner& runner, std::size_t part, std::uint64_t first, std::uint64_t key,
+                       std::uint64_t step) {
+    std::vector<std::uint16_t> master(kCount, float_to_bfloat16(1.0f));
+    std::vector<float> moments = zeros;
+    for (std::size_t begin = 0; begin < kCount; begin += part) {
+      HostAdamArguments a;
+      a.update = adamw_at_step(1, 1e-3, 0.95);
+      a.update.gradient = gradient.data() + begin, a.update.count = std::min(part, kCount - begin);
+      a.moments = {MomentFormat::kFloat32, moments.data() + begin, moments.data() + kCount + begin, nullptr,
+                   nullptr};
+      a.half = {master.data() + begin, first + begin, key};
+      a.step = step;
+      EXPECT_TRUE(host_adam(a, runner).ok());
+    }
+    return master;
+  };
+  const std::vector<std::uint16_t> expected = run(one, kCount, 5, 6, 7);
+  EXPECT_EQ(run(three, kCount, 5, 6, 7), expected);
+  EXPECT_EQ(run(three, 777, 5, 6, 7), expected);
+  for (const auto& other :
+       {run(one, kCount, 6, 6, 7), run(one, kCount, 5, 7, 7), run(one, kCount, 5, 6, 8)}) {
+    std::size_t equal = 0;
+    for (std::size_t i = 0; i < kCount; ++i) equal += other[i] == expected[i] ? 1 : 0;
+    // An element moves with a probability of 0.256.
+    EXPECT_NEAR(static_cast<double>(equal) / kCount, 0.256 * 0.256 + 0.744 * 0.744, 0.01);
+  }
+}
+
 // --- Training goes on as with fp32 m and v ---
 
 // Logistic regression with noisy minibatches, features of very different size, so that m and v in one block

@@ -4,7 +4,9 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
+#include <random>
 #include <string>
 #include <utility>
 #include <vector>
@@ -12,6 +14,7 @@
 #include "forebay/backend.h"
 #include "forebay/kernels.h"
 #include "kernels/host_kernels.h"
+#include "kernels/host_moments.h"
 #include "tests/kernels/kernel_test_support.h"
 
 namespace forebay::kernel_test {
@@ -329,6 +332,159 @@ TEST_P(KernelsConformance, UpdatesAreTheDefinitionBitForBit) {
         forget_blocks();
       }
     }
+  }
+}
+
+// m and v of any bits, as they are kept, and the update of them.
+struct KeptArrays {
+  MomentFormat format;
+  std::vector<std::uint8_t> bytes[2];  // Values or codes, behind `offset` bytes.
+  std::vector<std::uint8_t> exponents[2];
+  std::size_t offset;
+
+  KeptArrays(MomentFormat format_in, std::size_t count, std::size_t offset_in, std::mt19937_64& random)
+      : format(format_in), offset(offset_in * moment_bytes(format_in, 1)) {
+    for (int i = 0; i < 2; ++i) {
+      // A byte more, which nobody may change.
+      bytes[i].resize(offset + moment_bytes(format, count) + 1);
+      exponents[i].resize(moment_exponent_bytes(format, count) + 1);
+      for (std::uint8_t& byte : bytes[i]) byte = static_cast<std::uint8_t>(random());
+      for (std::uint8_t& byte : exponents[i]) byte = static_cast<std::uint8_t>(110 + random() % 30);
+      if (random() % 4 == 0) exponents[i][0] = static_cast<std::uint8_t>(random());
+    }
+  }
+  // The arrays at these addresses.
+  Moments moments(std::uint8_t* const (&base)[2], std::uint8_t* const (&exponent)[2], bool has_v) const {
+    Moments result{format, base[0] + offset, has_v ? base[1] + offset : nullptr, nullptr, nullptr};
+    if (format != MomentFormat::kBlock8) return result;
+    result.m_exponents = exponent[0];
+    if (has_v) result.v_exponents = exponent[1];
+    return result;
+  }
+};
+
+TEST_P(KernelsConformance, UpdatesOfKeptStatesAreTheDefinitionBitForBit) {
+  const DataType f32 = DataType::kFloat32, bf16 = DataType::kBfloat16;
+  int number = 0;
+  for (const MomentFormat format : {MomentFormat::kFloat32, MomentFormat::kBfloat16, MomentFormat::kBlock8}) {
+    for (const bool is_half : {false, true}) {
+      for (int column = 0; column < 4 * kOptimizerCount; ++column) {
+        const auto optimizer = static_cast<Optimizer>(column / 4);
+        const bool has_parameter = column % 4 < 3 && !is_half, has_v = has_second_moment(optimizer);
+        const DataType parameter_type = has_parameter ? kTypes[column % 4] : f32;
+        const DataType gradient_type = kTypes[(column + number) % 3];
+        for (const std::size_t offset : {0, 1, 8}) {
+          for (const std::size_t count :
+               {std::size_t{1}, std::size_t{9}, std::size_t{256}, std::size_t{1003}, std::size_t{4608}}) {
+            // One of the counts; the next combination takes another one.
+            if (++number % 5 != column % 5) continue;
+            const MomentRounding rounding =
+                number % 3 == 0 ? MomentRounding::kNearest : MomentRounding::kDithered;
+            SCOPED_TRACE(describe(gradient_type, parameter_type, {offset, offset}, count) + ", " +
+                         moment_format_name(format) + (is_half ? ", no master, " : ", ") +
+                         optimizer_name(optimizer));
+            Array gradient = hard(gradient_type, count, offset);
+            Array expected_master = hard(is_half ? bf16 : f32, count, offset), master = expected_master;
+            Array expected_parameter(parameter_type, count, offset), parameter = expected_parameter;
+            const bool has_average = number % 2 == 0;
+            Array expected_average = hard(f32, count, offset), average = expected_average;
+            KeptArrays expected(format, count, offset, random_), got = expected;
+            KeptUpdateArguments kept;
+            kept.update = adamw_constants_at(3);
+            kept.update.optimizer = optimizer;
+            kept.update.count = count;
+            kept.update.gradient_type = gradient_type, kept.update.parameter_type = parameter_type;
+            kept.rounding = rounding;
+            kept.step = 7;
+            const auto complete = [&](const void* g, void* p, void* low, const Moments& moments) {
+              kept.update.gradient = g;
+              if (is_half) {
+                kept.half = {static_cast<std::uint16_t*>(p), (std::uint64_t{1} << 32) - 100, 0x1234567};
+              } else {
+                kept.update.master = static_cast<float*>(p);
+              }
+              kept.update.parameter = has_parameter ? low : nullptr;
+              kept.moments = moments;
+            };
+            complete(gradient.data(), expected_master.data(), expected_parameter.data(),
+                     expected.moments({expected.bytes[0].data(), expected.bytes[1].data()},
+                                      {expected.exponents[0].data(), expected.exponents[1].data()}, has_v));
+            host_kernels::scalar_moment_kernels().update(
+                kept, 0, count, {rounding == MomentRounding::kDithered, definitions::dither_seed(kept.step)});
+            if (has_average) {
+              host_kernels::scalar_kernels().average(
+                  {expected_master.data(), expected_average.floats(), is_half ? bf16 : f32, 0.25f}, 0, count);
+            }
+            std::byte *const p = upload(master), *const low = upload(parameter);
+            std::byte* const mean = upload(average);
+            kept.average = has_average ? reinterpret_cast<float*>(mean) : nullptr;
+            kept.average_weight = 0.25f;
+            std::uint8_t* const base[] = {upload(got.bytes[0]), upload(got.bytes[1])};
+            std::uint8_t* const exponents[] = {upload(got.exponents[0]), upload(got.exponents[1])};
+            complete(upload(gradient), p, low, got.moments(base, exponents, has_v));
+
+            finish(kernels_->update_kept({kept, nullptr, nullptr}, stream_));
+
+            download(master, p), download(parameter, low), download(average, mean);
+            ASSERT_TRUE(same_bits("average", average, expected_average));
+            for (int i = 0; i < 2; ++i) {
+              copy(got.bytes[i].data(), base[i], got.bytes[i].size());
+              copy(got.exponents[i].data(), exponents[i], got.exponents[i].size());
+            }
+            ASSERT_TRUE(same_bits("master", master, expected_master));
+            ASSERT_TRUE(same_bits("parameter", parameter, expected_parameter));
+            for (int i = 0; i < 2; ++i) {
+              ASSERT_EQ(got.bytes[i], expected.bytes[i]) << (i == 0 ? "m" : "v");
+              ASSERT_EQ(got.exponents[i], expected.exponents[i]) << (i == 0 ? "m" : "v");
+            }
+          }
+          forget_blocks();
+        }
+      }
+    }
+  }
+}
+
+TEST_P(KernelsConformance, AnUpdateOfKeptStatesFollowsTheStateOfTheStep) {
+  const std::size_t count = 300;
+  for (const StepOutcome outcome : {StepOutcome::kApplied, StepOutcome::kSkipped}) {
+    Array gradient = hard(DataType::kFloat32, count, 0), expected = hard(DataType::kBfloat16, count, 0);
+    Array master = expected;
+    std::vector<float> m(2 * count, 0.5f);
+    KeptUpdateArguments kept;
+    kept.update = adamw_constants_at(1);
+    kept.update.count = count;
+    kept.update.gradient_type = kept.update.parameter_type = DataType::kFloat32;
+    StepState state;
+    state.outcome = outcome;
+    state.applied_steps = 41;
+    state.factor = 0.5f, state.c1 = 0.3f, state.s2 = 0.7f;
+    const auto complete = [&](const void* g, void* p, float* moments) {
+      kept.update.gradient = g;
+      kept.half = {static_cast<std::uint16_t*>(p), 5, 9};
+      kept.moments = {MomentFormat::kFloat32, moments, moments + count, nullptr, nullptr};
+    };
+    std::vector<float> expected_m = m;
+    complete(gradient.data(), expected.data(), expected_m.data());
+    const AdamWArguments before = kept.update;
+    kept.update.factor = state.factor, kept.update.c1 = state.c1, kept.update.s2 = state.s2;
+    kept.step = state.applied_steps;
+    if (outcome == StepOutcome::kApplied)
+      host_kernels::scalar_moment_kernels().update(kept, 0, count,
+                                                   {true, definitions::dither_seed(kept.step)});
+    kept.update = before;
+    kept.step = 0;
+    std::byte* const p = upload(master);
+    float* const moments = upload(m);
+    complete(upload(gradient), p, moments);
+
+    finish(kernels_->update_kept({kept, upload(std::vector<StepState>{state}), nullptr}, stream_));
+
+    download(master, p);
+    copy(m.data(), moments, m.size() * sizeof(float));
+    EXPECT_TRUE(same_bits("master", master, expected));
+    EXPECT_EQ(std::memcmp(m.data(), expected_m.data(), m.size() * sizeof(float)), 0);
+    forget_blocks();
   }
 }
 

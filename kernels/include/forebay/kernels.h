@@ -15,6 +15,7 @@
 
 #include "forebay/backend.h"
 #include "forebay/data_type.h"
+#include "forebay/moments.h"
 #include "forebay/optimizer.h"
 
 namespace forebay {
@@ -96,6 +97,20 @@ struct AdamWArguments {
   float c1;  // 1 - beta1^t, from double
   float s2;  // sqrt(1 - beta2^t), from double
   Optimizer optimizer = Optimizer::kAdamW;
+};
+
+// The same update of states that are kept in fewer bytes.
+struct KeptUpdateArguments {
+  AdamWArguments update;  // Its m and v are not read, nor its master where `half` has elements.
+  Moments moments;
+  MomentRounding rounding = MomentRounding::kDithered;  // For formats narrower than fp32, and for `half`.
+  std::uint64_t step =
+      0;  // The applied step's number, for kDithered: another one each step, the same on all ranks.
+  HalfMaster half;
+  // An exponential moving average of the master as it is kept: average = fma(weight, master - average,
+  // average). Null: none.
+  float* average = nullptr;
+  float average_weight = 0.0f;
 };
 
 // Every element = `value`, rounded to `type`.
@@ -192,6 +207,14 @@ struct ControlledAdamWArguments {
   const std::uint32_t* used;  // The unit's entry of unit_used; null when every unit is used.
 };
 
+// The same for states that are kept in fewer bytes. The step's number is the state's, too. Without a state
+// the update has the factor, the corrections and the number that are given.
+struct ControlledKeptUpdateArguments {
+  KeptUpdateArguments kept;
+  const StepState* state;
+  const std::uint32_t* used;
+};
+
 // table[i] = the bias corrections of applied step first_step + i, for the host to upload.
 void bias_corrections(double beta1, double beta2, std::uint64_t first_step, BiasCorrection* table,
                       std::size_t count) noexcept;
@@ -218,6 +241,7 @@ class Kernels {
   virtual Status fill(const FillArguments& arguments, Stream stream) = 0;
   virtual Status step_control(const StepControlArguments& arguments, Stream stream) = 0;
   virtual Status adamw_controlled(const ControlledAdamWArguments& arguments, Stream stream) = 0;
+  virtual Status update_kept(const ControlledKeptUpdateArguments& arguments, Stream stream) = 0;
 
   // The implementation, for reports: "host AVX3_ZEN4, 2 threads", "cuda:0 NVIDIA H200, 132 multiprocessors".
   virtual const char* description() const noexcept = 0;

@@ -1,7 +1,7 @@
 // StorePass: a pass over state in a file store. Parts of the state are read, changed by the caller and
 // written back; reading, changing and writing overlap in a few staging buffers.
 //
-// A part is up to four fields, each a piece of a range, one behind the other in one buffer. Parts come in the
+// A part is up to five fields, each a piece of a range, one behind the other in one buffer. Parts come in the
 // order in which begin() got them. While one part is changed, the next ones are read, as many as there are
 // buffers for. A buffer is free again when its part has been written.
 //
@@ -35,7 +35,7 @@ struct StorePassField {
 };
 
 struct StorePassPart {
-  static constexpr std::size_t kFieldLimit = 4;
+  static constexpr std::size_t kFieldLimit = 5;
   std::array<StorePassField, kFieldLimit> fields;
   std::size_t field_count = 0;
 

@@ -354,6 +354,9 @@ std::string plan_json(const PlanReport& report, const PlanBudget& budget,
   }
   if (options.save_async) json["host_bytes_per_rank"]["saving"] = report.host.saving;
   if (options.optimizer != Optimizer::kAdamW) json["optimizer"] = optimizer_name(options.optimizer);
+  if (options.moments != MomentFormat::kFloat32) json["moments"] = moment_format_name(options.moments);
+  if (!options.master_weights) json["master_weights"] = "off";
+  if (options.ema > 0) json["ema"] = options.ema;
   if (!activations.empty())
     json["activations"] = activation_json(activations[static_cast<std::size_t>(report.part.pipeline_stage)]);
   if (!report.pipeline.empty()) json["pipeline"] = pipeline_json(report, activations);

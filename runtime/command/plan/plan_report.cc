@@ -68,14 +68,19 @@ bool has_shard_accumulator(const PlanOptions& options) {
   return options.micro_steps > 1 && options.accumulate == Accumulate::kShard;
 }
 
-// Master and moments.
+bool is_own_master(const PlanOptions& options) {
+  return options.dtype == DataType::kFloat32 || !options.master_weights;
+}
+
+// Master, moments and moving average, without the exponents of block8.
 std::uint64_t state_width(const PlanOptions& options) {
-  return has_second_moment(options.optimizer) ? 12 : 8;
+  const std::uint64_t moments = has_second_moment(options.optimizer) ? 2 : 1;
+  return (is_own_master(options) ? element_bytes(options.dtype) : 4) +
+         moments * moment_bytes(options.moments, 1) + (options.ema > 0 ? 4 : 0);
 }
 
 std::uint64_t optimizer_width(const PlanOptions& options) {
-  return state_width(options) -
-         (options.dtype == DataType::kFloat32 ? 4 : 0);  // There the parameter is the master.
+  return state_width(options) - (is_own_master(options) ? element_bytes(options.dtype) : 0);
 }
 
 // How often every parameter's element crosses the wire in a step.
@@ -90,10 +95,8 @@ std::string below_device_formula(const PlanOptions& options) {
   if (options.offload == Offload::kNone) return "";
   const char* const what = options.stage == 0 ? "Psi" : "Psi/N";
   const std::uint64_t element = element_bytes(options.dtype);
-  // In fp32 the master is the parameter.
   const std::uint64_t parameters =
-      options.offload == Offload::kOptimizerAndParameters && options.dtype != DataType::kFloat32 ? element
-                                                                                                 : 0;
+      options.offload == Offload::kOptimizerAndParameters && !is_own_master(options) ? element : 0;
   if (options.tier == Tier::kPinned)
     return "pinned " + times(state_width(options) + element + parameters, what);
   return "pinned " + times(element, what) + " and staging; files " +
@@ -312,6 +315,10 @@ Status fill_forebay(const PlanRequest& request, const ModelShape* model, PlanRep
   }
   report.wire = plan.wire_per_step;
   report.evaluation = plan.evaluation.first.wire;
+  if (request.options.moments == MomentFormat::kBlock8) {
+    report.notes.push_back(
+        "the formulas leave out the exponents of block8: a byte for each 256 elements of m and v");
+  }
   if (model != nullptr) {
     bytes.gathered = plan.bytes.gathered;
     bytes.activations = plan.bytes.activations;
@@ -372,6 +379,13 @@ Status check_request(const PlanRequest& request) {
     return Status(StatusCode::kUnsupported, std::string("preset ") + preset_name(request.preset) +
                                                 " with --optimizer " + optimizer_name(options.optimizer) +
                                                 ": its formulas are for Adam; use preset forebay or paper");
+  }
+  if ((options.moments != MomentFormat::kFloat32 || !options.master_weights || options.ema > 0) &&
+      request.preset != Preset::kForebay && request.preset != Preset::kPaper) {
+    return Status(StatusCode::kUnsupported, std::string("preset ") + preset_name(request.preset) +
+                                                " with --moments, --no-master-weights or --ema: its formulas "
+                                                "are for master, m and v in fp32; use preset "
+                                                "forebay or paper");
   }
   if (options.in_groups() && request.preset != Preset::kForebay) {
     return Status(StatusCode::kUnsupported,

@@ -218,6 +218,9 @@ RunReport read_run(const std::string& path, const Entry& json) {
   run.micro_steps = json.small_number("micro_steps", 1);
   run.accumulate = json.text("accumulate", "shard");
   run.optimizer = json.text("optimizer", "adamw");
+  run.moments = json.text("moments", "fp32");
+  run.master_weights = json.text("master_weights", "on") == "on";
+  if (json.has("ema")) run.ema = json.at("ema").number();
   run.offload = json.text("offload", "none");
   run.tier = json.text("offload_tier", "cpu");
   run.offloaded_parameters = json.count("offloaded_parameters", run.offload == "none" ? 0 : run.parameters);
@@ -390,6 +393,9 @@ std::string setup_difference(const RunReport& a, const RunReport& b) {
   compare("micro_steps", a.micro_steps, b.micro_steps);
   compare("accumulate", a.accumulate, b.accumulate);
   compare("optimizer", a.optimizer, b.optimizer);
+  compare("moments", a.moments, b.moments);
+  compare("ema", a.ema, b.ema);
+  compare("master_weights", a.master_weights, b.master_weights);
   for (const auto& [name, value] : a.training) {
     const auto other = std::find_if(b.training.begin(), b.training.end(),
                                     [&name = name](const auto& entry) { return entry.first == name; });
@@ -455,8 +461,10 @@ double model_state_formula_bytes(const RunReport& run) {
   const double here_shard = here / shards(run);
   const bool shard_accumulator = run.micro_steps > 1 && run.accumulate == "shard";
   const double element = run.dtype == "fp32" ? 4 : 2;
-  const double moments = run.optimizer == "sgd" || run.optimizer == "lion" ? 4 : 8;
-  const double optimizer = moments + (run.dtype == "fp32" ? 0 : 4);  // In fp32 the parameter is the master.
+  const double moment = run.moments == "bf16" ? 2 : run.moments == "block8" ? 1 + 1 / 256.0 : 4;
+  const double moments = run.optimizer == "sgd" || run.optimizer == "lion" ? 1 : 2;
+  const bool has_master = run.dtype != "fp32" && run.master_weights;  // Else the parameter is the master.
+  const double optimizer = moments * moment + (has_master ? 4 : 0) + (run.ema > 0 ? 4 : 0);
   const bool parameters_leave = run.offload == "optimizer+parameters";
   const double parameters = element * (run.stage < 3 ? psi : parameters_leave ? here_shard : shard);
   double gradients = element * (run.stage >= 2 ? here_shard : psi);

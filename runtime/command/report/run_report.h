@@ -39,6 +39,9 @@ struct RunReport {
   int micro_steps = 1;
   std::string accumulate = "shard";
   std::string optimizer = "adamw";
+  std::string moments = "fp32";
+  bool master_weights = true;
+  double ema = 0;
   std::string offload = "none";
   std::string tier = "cpu";
   std::uint64_t offloaded_parameters = 0;         // Parameters of the offloaded units.

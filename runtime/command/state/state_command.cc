@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <memory>
 #include <optional>
 #include <string>
@@ -22,6 +23,7 @@ struct StateOptions {
   std::string to;
   std::string dtype = "fp32";
   std::string max_shard_size;
+  bool average = false;
 };
 
 // "verifying step-000000000040: 34 % of 1.2 GiB".
@@ -91,6 +93,15 @@ int export_weights(const StateOptions& options) {
     wanted.max_shard_bytes = bytes;
   }
   SavedStateReader state(options.directory, options.name);
+  const std::vector<SavedParameter>& parameters = state.facts().parameters;
+  wanted.average = options.average;
+  if (options.average && std::none_of(parameters.begin(), parameters.end(),
+                                      [](const SavedParameter& one) { return one.has_average; })) {
+    throw Error(
+        StatusCode::kInvalidArgument,
+        "--average: the state " + shown_text(state.facts().path) +
+            " has no moving average of the weights; it is of a run without --ema, so leave --average out");
+  }
   TerminalLine line;
   const std::vector<std::string> paths = export_state(state, wanted, progress_on(line, "exporting"));
   line.show("");
@@ -161,6 +172,10 @@ void add_state_command(CLI::App& app, Action& action) {
       ->group("Export");
   add_value(*command, "--max-shard-size", options->max_shard_size, "BYTES",
             "export: several files of at most so many bytes, and an index as Hugging Face writes it")
+      ->group("Export");
+  command
+      ->add_flag("--average", options->average,
+                 "export: the moving average of the weights, from a run with --ema")
       ->group("Export");
   command->callback([options, &action] { action = [options] { return run(*options); }; });
 }

@@ -189,11 +189,13 @@ std::vector<std::string> export_state(SavedStateReader& state, const StateExport
     NewFile& file = *files.emplace_back(std::make_unique<NewFile>(paths.back()));
     write_header(file, shards[i], options.dtype);
     for (const SavedParameter* parameter : shards[i].tensors) {
-      state.read(*parameter, SavedField::kMaster, [&](Span<const float> piece) {
-        write_values(file, piece, options.dtype, narrow);
-        done += piece.size() * element_bytes(options.dtype);
-        progress(done, all);
-      });
+      const bool average = options.average && parameter->has_average;
+      state.read(*parameter, average ? SavedField::kAverage : SavedField::kMaster,
+                 [&](Span<const float> piece) {
+                   write_values(file, piece, options.dtype, narrow);
+                   done += piece.size() * element_bytes(options.dtype);
+                   progress(done, all);
+                 });
     }
     file.sync();
   }

@@ -18,6 +18,7 @@ namespace forebay {
 struct StateExport {
   std::string to;  // "model.safetensors"
   DataType dtype = DataType::kFloat32;
+  bool average = false;               // The moving average of the weights, where the state has one.
   std::uint64_t max_shard_bytes = 0;  // Tensors of one file; a larger tensor has a file alone. 0: one file.
 };
 

@@ -42,8 +42,10 @@ std::uint64_t norm_scratch_bytes(const ModelShape& model, const Plan& plan) {
 std::uint64_t saved_bytes(const Plan& plan) {
   std::uint64_t bytes = 0;
   for (const UnitLayout& layout : plan.layouts) {
-    bytes += state_bytes(plan.options.optimizer) * layout.trainable_slice(plan.options.ranks) +
-             element_bytes(plan.options.dtype) * layout.frozen_slice(plan.options.ranks);
+    const std::uint64_t slice = layout.trainable_slice(plan.options.ranks);
+    for (const StateField field : states_of(plan.options))
+      bytes += kept_bytes(state_format(plan.options, field), slice);
+    bytes += element_bytes(plan.options.dtype) * layout.frozen_slice(plan.options.ranks);
   }
   return bytes;
 }
@@ -80,6 +82,7 @@ class Placer {
  private:
   void add(Role role, Pool pool, std::uint64_t bytes, int index = 0) {
     if (pool == Pool::kFiles) bytes = round_up(bytes, kPageBytes);
+    if (pool == Pool::kOptimizer) bytes = round_up(bytes, kBlockGranule);
     std::uint64_t& end = ends_[static_cast<std::size_t>(pool)];
     placements_.push_back({role, pool, index, end, bytes});
     end += bytes;
@@ -123,9 +126,7 @@ class Placer {
   }
 
   void place_file_buffers() {
-    add(Role::kPassBuffers, Pool::kStaging,
-        kPassBuffers * pass_buffer_bytes(plan_.piece_count, options_.dtype, options_.optimizer,
-                                         plan_.offloads_parameters()));
+    add(Role::kPassBuffers, Pool::kStaging, kPassBuffers * pass_buffer_bytes(plan_.piece_count, options_));
     if (plan_.offloads_parameters())
       add(Role::kMoverBuffers, Pool::kStaging, kMoverBuffers * plan_.piece_count * sizeof(float));
   }
@@ -155,10 +156,15 @@ class Placer {
   void place_states(int unit) {
     const bool offloaded = plan_.is_offloaded(unit);
     const Pool pool = offloaded ? offload_pool() : Pool::kOptimizer;
-    const std::uint64_t bytes = plan_.updated_count(unit) * sizeof(float);
-    if (has_master() || offloaded) add(Role::kMaster, pool, bytes, unit);
-    add(Role::kM, pool, bytes, unit);
-    if (has_second_moment(options_.optimizer)) add(Role::kV, pool, bytes, unit);
+    constexpr Role kRoles[kStateFieldCount] = {Role::kMaster, Role::kM, Role::kV, Role::kAverage};
+    const std::uint64_t count = plan_.updated_count(unit);
+    for (const StateField field : states_of(options_)) {
+      if (field == StateField::kMaster && is_own_master(options_) && !offloaded) continue;
+      const MomentFormat format = state_format(options_, field);
+      add(kRoles[static_cast<int>(field)], pool,
+          pool == Pool::kFiles ? stored_bytes(format, count, plan_.piece_count) : kept_bytes(format, count),
+          unit);
+    }
   }
 
   void place_host_gradients(int unit) {
@@ -169,11 +175,11 @@ class Placer {
   void place_offloaded_parameters(int unit) {
     const std::uint64_t frozen =
         plan_.layouts[static_cast<std::size_t>(unit)].frozen_slice(options_.shards());
-    if (has_master()) add(Role::kTrainableSlice, offload_pool(), plan_.slice_count(unit) * element_, unit);
+    if (!is_own_master(options_))
+      add(Role::kTrainableSlice, offload_pool(), plan_.slice_count(unit) * element_, unit);
     if (frozen > 0) add(Role::kFrozenSlice, offload_pool(), frozen * element_, unit);
   }
 
-  bool has_master() const { return options_.dtype != DataType::kFloat32; }
   Pool offload_pool() const { return options_.tier == Tier::kFile ? Pool::kFiles : Pool::kHost; }
 
   const ModelShape& model_;

@@ -93,13 +93,13 @@ Status check_model(const ModelShape& model) {
   return Status();
 }
 
-UnitLayout lay_out(const UnitShape& unit, int ranks) {
+UnitLayout lay_out(const UnitShape& unit, int ranks, std::uint64_t alignment) {
   UnitLayout layout;
   std::uint64_t end[2] = {0, 0};  // Trainable section, frozen section.
   for (const ParameterShape& parameter : unit.parameters) {
     std::uint64_t& section_end = end[parameter.frozen ? 1 : 0];
     layout.places.push_back({parameter.frozen, section_end, parameter.count});
-    section_end = round_up(section_end + parameter.count, kParameterAlignment);
+    section_end = round_up(section_end + parameter.count, alignment);
   }
   const std::uint64_t granule = static_cast<std::uint64_t>(ranks) * kLeafCount;
   layout.trainable_count = round_up(end[0], granule);
@@ -363,7 +363,7 @@ std::uint64_t piece_count(const Plan& plan) {
   const std::uint64_t mover_bytes = plan.offloads_parameters() ? kMoverBuffers * sizeof(float) : 0;
   const std::uint64_t limit =
       options.staging_bytes /
-      (kPassBuffers * (state_bytes(options.optimizer) + element_bytes(options.dtype)) + mover_bytes);
+      (kPassBuffers * (state_bytes(options) + element_bytes(options.dtype)) + mover_bytes);
   const std::uint64_t largest = elements_from(plan, plan.device_units).largest_updated;
   return std::min(std::max(limit / kPieceGranule * kPieceGranule, kPieceGranule),
                   round_up(largest, kPieceGranule));
@@ -466,7 +466,8 @@ Result<Plan> make_plan(const ModelShape& model, const PlanOptions& options) {
 
   Plan plan;
   plan.options = options;
-  for (const UnitShape& unit : model.units) plan.layouts.push_back(lay_out(unit, options.ranks));
+  for (const UnitShape& unit : model.units)
+    plan.layouts.push_back(lay_out(unit, options.ranks, parameter_alignment(options)));
   std::optional<UnitOrder> order;
   if (!options.recorded_order.empty()) {
     Result<UnitOrder> parsed = parse_unit_order(options.recorded_order, static_cast<int>(model.units.size()));

@@ -30,6 +30,9 @@ constexpr const char* kOffloads[] = {"none", "optimizer", "optimizer+parameters"
 constexpr const char* kTiers[] = {"cpu", "nvme"};
 constexpr const char* kOptimizers[] = {optimizer_name(Optimizer::kAdamW), optimizer_name(Optimizer::kAdam),
                                        optimizer_name(Optimizer::kSgd), optimizer_name(Optimizer::kLion)};
+constexpr const char* kMoments[] = {moment_format_name(MomentFormat::kFloat32),
+                                    moment_format_name(MomentFormat::kBfloat16),
+                                    moment_format_name(MomentFormat::kBlock8)};
 constexpr const char* kSwitch[] = {"off", "on"};
 
 template <typename Number>
@@ -256,6 +259,36 @@ constexpr OptionRow kTable[] = {
      .programs = kTraining,
      .member = &ShardingOptions::optimizer,
      .words = kOptimizers,
+     .agreed = true,
+     .in_fingerprint = true},
+    {.name = "moments",
+     .heading = kSharding,
+     .help = "How the optimizer's m and v are kept: fp32; bf16; block8, 8 bits and an exponent for each 256 "
+             "elements. Narrow formats are rounded by dithering, and each gives its own result",
+     .programs = kTraining,
+     .member = &ShardingOptions::moments,
+     .words = kMoments,
+     .agreed = true,
+     .in_fingerprint = true},
+    {.name = "master-weights",
+     .heading = kSharding,
+     .help = "fp32 master weights beside bf16 parameters: each parameter is its own master, rounded by "
+             "dithering",
+     .programs = kTraining,
+     .member = &ShardingOptions::master_weights,
+     .words = kSwitch,
+     .agreed = true,
+     .in_fingerprint = true},
+    {.name = "ema",
+     .heading = kSharding,
+     .help =
+         "Decay of an exponential moving average of the weights, kept in fp32 beside the optimizer states. "
+         "0: none",
+     .programs = kTraining,
+     .member = &ShardingOptions::ema,
+     .values = "0..1",
+     .allowed = "0, or a decay below 1, such as 0.999",
+     .most = 1,
      .agreed = true,
      .in_fingerprint = true},
     {.name = "save-async",
@@ -529,6 +562,12 @@ Status check_sharding_options(const ShardingOptions& options) {
   if (options.offload == Offload::kOptimizerAndParameters && options.stage < 3) {
     return refuse("offload optimizer+parameters moves the parameter shard off the device, and stage " +
                   stage + " keeps parameters whole; use stage 3, or offload optimizer");
+  }
+  if (static_cast<float>(options.ema) >= 1.0f)
+    return refuse_value(row_of("ema"), option_text(options, "ema"));
+  if (!options.master_weights && options.dtype != DataType::kBfloat16) {
+    return refuse(std::string("master-weights is off, and dtype is ") + data_type_name(options.dtype) +
+                  "; only bf16 parameters can be their own masters, so use dtype bf16, or master-weights on");
   }
   if (options.order_of_units == OrderOfUnits::kStrict && !options.recorded_order.empty())
     return refuse("order-of-units is strict with a recorded order; use recorded");

@@ -4,8 +4,12 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string_view>
+#include <vector>
 
 #include "forebay/kernels.h"
+#include "forebay/sharding_options.h"
+#include "forebay/units.h"
 
 namespace forebay {
 
@@ -35,21 +39,82 @@ inline constexpr std::uint64_t kMoverBuffers = 4;
 // A piece has a multiple of this many elements, so that it is whole granules of the store in every type.
 inline constexpr std::uint64_t kPieceGranule = 32768;
 inline constexpr std::uint64_t kStagingBytesMin = 8u << 20;
-// The fp32 states of each element: master, m and, where the optimizer has it, v.
-inline constexpr std::uint64_t state_field_count(Optimizer optimizer) {
-  return has_second_moment(optimizer) ? 3 : 2;
+// Optimizer states, in the order of the store's ranges and of saved state.
+enum class StateField : int { kMaster, kM, kV, kAverage };
+inline constexpr int kStateFieldCount = 4;
+inline constexpr StateField kStateFieldsInOrder[kStateFieldCount] = {StateField::kMaster, StateField::kM,
+                                                                     StateField::kV, StateField::kAverage};
+
+// Whether the options have the state.
+inline bool has_state(const ShardingOptions& options, StateField field) {
+  if (field == StateField::kV) return has_second_moment(options.optimizer);
+  return field != StateField::kAverage || options.ema > 0.0;
 }
-inline constexpr std::uint64_t state_bytes(Optimizer optimizer) {
-  return state_field_count(optimizer) * sizeof(float);
+
+// The states that the options have, in order.
+inline std::vector<StateField> states_of(const ShardingOptions& options) {
+  std::vector<StateField> fields;
+  for (const StateField field : kStateFieldsInOrder) {
+    if (has_state(options, field)) fields.push_back(field);
+  }
+  return fields;
 }
+
+// Whether the parameter is its own master, wherever it lies.
+inline bool is_own_master(const ShardingOptions& options) {
+  return options.dtype == DataType::kFloat32 || !options.master_weights;
+}
+
+// The format in which a state is kept.
+inline MomentFormat state_format(const ShardingOptions& options, StateField field) {
+  if (field == StateField::kAverage) return MomentFormat::kFloat32;
+  if (field != StateField::kMaster) return options.moments;
+  return options.master_weights || options.dtype == DataType::kFloat32 ? MomentFormat::kFloat32
+                                                                       : MomentFormat::kBfloat16;
+}
+
+// Bytes of all states of an element in a piece, at most. Exponents of codes are rounded up with them.
+inline std::uint64_t state_bytes(const ShardingOptions& options) {
+  std::uint64_t bytes = 0;
+  for (const StateField field : states_of(options)) {
+    const MomentFormat format = state_format(options, field);
+    bytes += moment_bytes(format, 1) + (format == MomentFormat::kBlock8 ? 1 : 0);
+  }
+  return bytes;
+}
+
 // A range of the store has whole pages, which are the granules of a file store unless others are asked for.
 inline constexpr std::uint64_t kPageBytes = 4096;
+// A store may ask for granules that divide this.
+inline constexpr std::uint64_t kStoreGranuleMost = 2 * kPieceGranule;
 
-// One buffer of the pass: the states in fp32, and the parameters where they are in files, too.
-inline constexpr std::uint64_t pass_buffer_bytes(std::uint64_t piece_count, DataType dtype,
-                                                 Optimizer optimizer, bool offloads_parameters) {
-  return piece_count * (state_bytes(optimizer) +
-                        (offloads_parameters && dtype != DataType::kFloat32 ? element_bytes(dtype) : 0));
+// Bytes of `count` elements of a state in one piece: values or codes, and the exponents of codes behind them.
+inline constexpr std::uint64_t kept_bytes(MomentFormat format, std::uint64_t count) {
+  constexpr std::uint64_t kAlignment = 64;  // The next state begins at a line of the caches.
+  return moment_bytes(format, count) + round_up(moment_exponent_bytes(format, count), kAlignment);
+}
+
+// The same in a range of the store: pieces of `piece_count` elements, each in whole granules of any store.
+inline constexpr std::uint64_t stored_bytes(MomentFormat format, std::uint64_t count,
+                                            std::uint64_t piece_count) {
+  return count / piece_count * round_up(kept_bytes(format, piece_count), kStoreGranuleMost) +
+         round_up(kept_bytes(format, count % piece_count), kPageBytes);
+}
+
+// One buffer of the pass: the states, and the parameters where they are in files, too.
+inline std::uint64_t pass_buffer_bytes(std::uint64_t piece_count, const ShardingOptions& options) {
+  std::uint64_t bytes = 0;
+  for (const StateField field : states_of(options))
+    bytes += stored_bytes(state_format(options, field), piece_count, piece_count);
+  const bool has_parameters = options.offload == Offload::kOptimizerAndParameters && !is_own_master(options);
+  return bytes + (has_parameters ? piece_count * element_bytes(options.dtype) : 0);
+}
+
+// HalfMaster::key of a parameter: FNV-1a of its name, which all ranks that have the parameter know.
+inline std::uint64_t rounding_key(std::string_view name) {
+  std::uint64_t hash = 0xCBF29CE484222325u;
+  for (const char c : name) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001B3u;
+  return hash;
 }
 
 // Doubles that a rank sends in step() beside a flag for each unit that it used: its metric, its wish to stop,

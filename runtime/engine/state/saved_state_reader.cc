@@ -119,7 +119,8 @@ struct SavedStateReader::Impl {
                                                         {count},
                                                         false,
                                                         !state.has(name, field_name(SavedField::kM)),
-                                                        state.has(name, field_name(SavedField::kV))});
+                                                        state.has(name, field_name(SavedField::kV)),
+                                                        state.has(name, field_name(SavedField::kAverage))});
   }
 
   void read_parameter(const Json& entry) {
@@ -172,9 +173,11 @@ void SavedStateReader::verify(const std::function<void(std::uint64_t, std::uint6
   for (const SavedParameter& parameter : impl_->facts.parameters) all += parameter.bytes();
   std::uint64_t done = 0;
   for (const SavedParameter& parameter : impl_->facts.parameters) {
-    for (const SavedField field : {SavedField::kMaster, SavedField::kM, SavedField::kV}) {
+    for (const SavedField field :
+         {SavedField::kMaster, SavedField::kM, SavedField::kV, SavedField::kAverage}) {
       if (parameter.frozen && field != SavedField::kMaster) continue;
       if (!parameter.has_v && field == SavedField::kV) continue;
+      if (!parameter.has_average && field == SavedField::kAverage) continue;
       read(parameter, field, [&](Span<const float> piece) {
         done += piece.size() * sizeof(float);
         progress(done, all);

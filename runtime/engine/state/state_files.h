@@ -24,7 +24,7 @@
 
 namespace forebay::internal {
 
-inline constexpr const char* kStateFields[] = {"master", "m", "v"};
+inline constexpr const char* kStateFields[] = {"master", "m", "v", "average"};
 
 inline constexpr std::size_t kMostStateName = 32;  // With the null character.
 

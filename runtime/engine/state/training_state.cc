@@ -6,6 +6,7 @@
 #include <functional>
 #include <optional>
 
+#include "forebay/host_adam.h"
 #include "forebay/text.h"
 #include "runtime/engine/engine_impl.h"
 #include "runtime/engine/state/background_save.h"
@@ -160,10 +161,18 @@ void Engine::Impl::begin_save(const std::string& directory, const std::string& t
   job.write = [this](internal::StateFile file) {
     std::size_t next = 0;
     return write_values(std::move(file), [&](const SavedPart& part, std::vector<float>& memory) {
-      const StateCopy& copy = saved_copies[next++];
-      if (!part.frozen)
-        return std::span<const float>(reinterpret_cast<const float*>(copy.target), part.count);
-      memory = widen(options.dtype, {copy.target, copy.bytes});
+      const std::byte* const copied = saved_targets[next++];
+      const MomentFormat format = format_of(part.field);
+      if (part.frozen) {
+        memory = widen(options.dtype, {copied, part.count * element()});
+      } else if (format == MomentFormat::kFloat32) {
+        return std::span<const float>(reinterpret_cast<const float*>(copied), part.count);
+      } else {
+        memory.resize(part.count);
+        const std::byte* const exponents = copied + moment_bytes(format, part.count);
+        widen_moment(format, part.field == StateField::kV, copied,
+                     reinterpret_cast<const std::uint8_t*>(exponents), part.count, memory.data());
+      }
       return std::span<const float>(memory);
     });
   };
@@ -189,15 +198,15 @@ std::vector<Engine::Impl::SavedPart> Engine::Impl::saved_parts() const {
   std::vector<SavedPart> parts;
   for (int index = 0; index < unit_count(); ++index) {
     const std::uint64_t slice = layout(index).trainable_slice(ranks());
-    for (int f = 0; f < state_fields(); ++f)
-      parts.push_back({index, false, static_cast<StateField>(f), number * slice, slice});
+    for (const StateField field : state_fields())
+      parts.push_back({index, false, field, number * slice, slice});
     const std::uint64_t frozen = layout(index).frozen_slice(ranks());
     if (frozen > 0) parts.push_back({index, true, StateField::kMaster, number * frozen, frozen});
   }
   return parts;
 }
 
-// Bytes before the part, in this rank's frozen parameters or in its updated range.
+// Bytes before the part, in this rank's frozen parameters or in its updated range in fp32.
 std::uint64_t Engine::Impl::saved_offset(const SavedPart& part) {
   if (!part.frozen) return (part.begin - unit(part.unit).updated_begin) * sizeof(float);
   const std::uint64_t kept =
@@ -208,29 +217,52 @@ std::uint64_t Engine::Impl::saved_offset(const SavedPart& part) {
 void Engine::Impl::describe_copies() {
   std::byte* target = saved_values;
   for (const SavedPart& part : saved_parts()) {
-    const Unit& u = unit(part.unit);
-    StateCopy copy;
+    describe_copies(part, target);
+    saved_targets.push_back(target);
+    target += part.frozen ? part.count * element() : kept_bytes(format_of(part.field), part.count);
+  }
+}
+
+void Engine::Impl::describe_copies(const SavedPart& part, std::byte* target) {
+  const Unit& u = unit(part.unit);
+  StateCopy copy;
+  if (part.frozen) {
     copy.target = target;
     copy.offset = saved_offset(part);
-    copy.bytes = part.count * (part.frozen ? element() : sizeof(float));
-    if (part.frozen && u.parameters_offloaded) {
+    copy.bytes = part.count * element();
+    if (u.parameters_offloaded) {
       copy.range = u.frozen_slice;
-    } else if (part.frozen) {
+    } else {
       copy.device = options.stage < 3 ? u.parameters + layout(part.unit).trainable_count * element()
                                       : u.parameter_shard + plan.slice_count(part.unit) * element();
-    } else if (u.part_count > 0) {
-      copy.range = u.states[static_cast<std::size_t>(part.field)];
-    } else {
-      float* const states[] = {u.master, u.m, u.v};
-      auto* const state = reinterpret_cast<std::byte*>(states[static_cast<std::size_t>(part.field)]);
-      if (u.offloaded) {
-        copy.range.host = state;
-      } else {
-        copy.device = state;
-      }
     }
-    target += copy.bytes;
     saved_copies.push_back(copy);
+    return;
+  }
+  const auto field = static_cast<std::size_t>(part.field);
+  if (u.part_count > 0) {
+    copy.range = u.states[field];
+  } else if (u.offloaded) {
+    copy.range.host = u.kept[field];
+  } else {
+    copy.device = u.kept[field];
+  }
+  const auto add = [&](std::byte* to, std::uint64_t offset, std::uint64_t bytes) {
+    copy.target = to;
+    copy.offset = offset;
+    copy.bytes = bytes;
+    saved_copies.push_back(copy);
+  };
+  const MomentFormat format = format_of(part.field);
+  std::byte* exponents = target + moment_bytes(format, part.count);
+  for (const KeptRun& run :
+       kept_runs(part.unit, part.field, saved_offset(part) / sizeof(float), part.count)) {
+    const std::uint64_t bytes = moment_bytes(format, run.count);
+    const std::uint64_t exponent_bytes = moment_exponent_bytes(format, run.count);
+    add(target, run.values, bytes);
+    if (exponent_bytes > 0) add(exponents, run.exponents, exponent_bytes);
+    target += bytes;
+    exponents += exponent_bytes;
   }
 }
 
@@ -344,13 +376,17 @@ void Engine::Impl::load_values(SavedState& saved) {
     const std::vector<ParameterShape>& parameters = shape(unit_index).parameters;
     const std::uint64_t begin = unit(unit_index).updated_begin;
     const std::uint64_t count = unit(unit_index).updated_count;
-    for (int f = 0; f < state_fields(); ++f) {
+    for (const StateField field : state_fields()) {
       host.assign(count, 0.0f);
       for (const SectionPart& part : parts_of(layout(unit_index), false, begin, begin + count)) {
-        saved.read(parameters[part.parameter].name, kStateFields[f], part.offset,
+        // A state without an average goes on from its weights.
+        const std::string& name = parameters[part.parameter].name;
+        const char* const wanted = kStateFields[static_cast<int>(field)];
+        const bool starts = field == StateField::kAverage && !saved.has(name, wanted);
+        saved.read(name, starts ? kStateFields[0] : wanted, part.offset,
                    std::span(host).subspan(part.begin - begin, part.end - part.begin));
       }
-      write_state(unit_index, static_cast<StateField>(f), 0, host);
+      write_state(unit_index, field, 0, host);
     }
     for (std::size_t i = 0; i < parameters.size(); ++i) {
       if (!parameters[i].frozen) continue;

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "forebay/conversions.h"
+#include "forebay/host_adam.h"
 #include "forebay/units.h"
 #include "runtime/engine/engine_impl.h"
 
@@ -117,29 +118,84 @@ void Engine::Impl::write_range(const OffloadedRange& range, std::uint64_t offset
   }
 }
 
+// Only pieces of codes, which have exponents between them, are apart from each other.
+std::vector<Engine::Impl::KeptRun> Engine::Impl::kept_runs(int index, StateField field, std::uint64_t begin,
+                                                           std::uint64_t count) {
+  const Unit& u = unit(index);
+  const MomentFormat format = format_of(field);
+  const bool is_one = u.part_count == 0 || format != MomentFormat::kBlock8;
+  const std::uint64_t most = is_one ? u.updated_count : plan.piece_count;
+  std::vector<KeptRun> runs;
+  for (const std::uint64_t end = begin + count; begin < end;) {
+    const std::uint64_t number = begin / most, first = number * most;
+    const std::uint64_t total = std::min(most, u.updated_count - first);
+    const std::uint64_t here = std::min(end, first + total) - begin;
+    const std::uint64_t offset = is_one ? 0 : number * stored_bytes(format, most, most);
+    const KeptPlace place = kept_place(format, total, begin - first);
+    runs.push_back({offset + place.values, offset + place.exponents, here});
+    begin += here;
+  }
+  return runs;
+}
+
+void Engine::Impl::write_kept(int index, StateField field, std::uint64_t offset, const std::byte* bytes,
+                              std::uint64_t count) {
+  const Unit& u = unit(index);
+  const auto number = static_cast<std::size_t>(field);
+  if (u.part_count > 0) {
+    write_range(u.states[number], offset, bytes, count);
+  } else {
+    copy_in(u.kept[number] + offset, bytes, count);
+  }
+}
+
+void Engine::Impl::read_kept(int index, StateField field, std::uint64_t offset, std::byte* bytes,
+                             std::uint64_t count) {
+  const Unit& u = unit(index);
+  const auto number = static_cast<std::size_t>(field);
+  if (u.part_count > 0) {
+    read_range(u.states[number], offset, bytes, count);
+  } else {
+    copy_out(bytes, u.kept[number] + offset, count);
+  }
+}
+
 void Engine::Impl::write_state(int index, StateField field, std::uint64_t begin,
                                std::span<const float> values) {
-  const Unit& u = unit(index);
-  if (u.part_count > 0) {
-    write_range(u.states[static_cast<std::size_t>(field)], begin * sizeof(float), values.data(),
-                values.size_bytes());
-    return;
+  const MomentFormat format = format_of(field);
+  if (format == MomentFormat::kFloat32) {
+    return write_kept(index, field, begin * sizeof(float), reinterpret_cast<const std::byte*>(values.data()),
+                      values.size_bytes());
   }
-  float* const states[] = {u.master, u.m, u.v};
-  copy_in(reinterpret_cast<std::byte*>(states[static_cast<int>(field)] + begin), values.data(),
-          values.size_bytes());
+  std::vector<std::byte> kept;
+  std::vector<std::uint8_t> exponents;
+  for (const KeptRun& run : kept_runs(index, field, begin, values.size())) {
+    kept.resize(moment_bytes(format, run.count));
+    exponents.resize(moment_exponent_bytes(format, run.count));
+    narrow_moment(format, field == StateField::kV, values.data(), run.count, kept.data(), exponents.data());
+    write_kept(index, field, run.values, kept.data(), kept.size());
+    write_kept(index, field, run.exponents, reinterpret_cast<const std::byte*>(exponents.data()),
+               exponents.size());
+    values = values.subspan(run.count);
+  }
 }
 
 void Engine::Impl::read_state(int index, StateField field, std::uint64_t begin, std::span<float> values) {
-  const Unit& u = unit(index);
-  if (u.part_count > 0) {
-    read_range(u.states[static_cast<std::size_t>(field)], begin * sizeof(float), values.data(),
-               values.size_bytes());
-    return;
+  const MomentFormat format = format_of(field);
+  if (format == MomentFormat::kFloat32) {
+    return read_kept(index, field, begin * sizeof(float), reinterpret_cast<std::byte*>(values.data()),
+                     values.size_bytes());
   }
-  const float* const states[] = {u.master, u.m, u.v};
-  copy_out(values.data(), reinterpret_cast<const std::byte*>(states[static_cast<int>(field)] + begin),
-           values.size_bytes());
+  std::vector<std::byte> kept;
+  std::vector<std::uint8_t> exponents;
+  for (const KeptRun& run : kept_runs(index, field, begin, values.size())) {
+    kept.resize(moment_bytes(format, run.count));
+    exponents.resize(moment_exponent_bytes(format, run.count));
+    read_kept(index, field, run.values, kept.data(), kept.size());
+    read_kept(index, field, run.exponents, reinterpret_cast<std::byte*>(exponents.data()), exponents.size());
+    widen_moment(format, field == StateField::kV, kept.data(), exponents.data(), run.count, values.data());
+    values = values.subspan(run.count);
+  }
 }
 
 void Engine::Impl::write_slice(int index, bool frozen, std::uint64_t offset,
@@ -230,6 +286,12 @@ void Engine::Impl::set_parameter(ParameterId id, std::uint64_t first, Span<const
   if (!place.frozen) {
     const Part part = intersect(u.updated_begin, u.updated_count);
     write_state(id.unit, StateField::kMaster, part.target, values.subspan(part.source, part.count));
+    if (options.ema > 0.0 && part.count > 0) {
+      // It begins as the master, as that is kept.
+      std::vector<float> kept(part.count);
+      read_state(id.unit, StateField::kMaster, part.target, kept);
+      write_state(id.unit, StateField::kAverage, part.target, kept);
+    }
   }
   if (options.stage < 3) {
     const std::uint64_t section = place.frozen ? place_of_unit.trainable_count : 0;
@@ -290,8 +352,9 @@ void Engine::Impl::publish_parameters() {
       } else {
         copy_in(u.updated_parameters, rounded.data(), rounded.size());
       }
-    } else if (options.dtype != DataType::kFloat32 && u.updated_count > 0) {
-      CastArguments cast{u.master, u.updated_parameters, u.updated_count, DataType::kFloat32, options.dtype};
+    } else if (!is_own_master(options) && u.updated_count > 0) {
+      CastArguments cast{u.kept[static_cast<std::size_t>(StateField::kMaster)], u.updated_parameters,
+                         u.updated_count, DataType::kFloat32, options.dtype};
       must(kernels.cast(cast, engine_stream));
     }
     must(gatherer->publish(index, true));
@@ -299,6 +362,39 @@ void Engine::Impl::publish_parameters() {
   must(backend.stream_synchronize(engine_stream));
   check_peers();
   gatherer->weights_changed();
+}
+
+void Engine::Impl::expect_own_weights(const char* call) {
+  if (!average_is_swapped) return;
+  misuse(std::string(call) +
+         " while the weights are their moving average; call swap_average() once more first");
+}
+
+void Engine::swap_average() {
+  Impl& impl = *impl_;
+  impl.expect(Impl::Phase::kIdle, "swap_average()");
+  if (impl.options.ema == 0.0)
+    impl.misuse("swap_average() of an engine that keeps no average; set EngineOptions::ema before commit()");
+  if (impl.format_of(StateField::kMaster) != MomentFormat::kFloat32) {
+    impl.misuse(
+        "swap_average() without master weights, which would round the average to bf16 for good; set "
+        "EngineOptions::master_weights, or read get_average()");
+  }
+  const Impl::OtherTraffic other(impl);
+  std::vector<float> masters, averages;
+  for (int unit = 0; unit < impl.unit_count(); ++unit) {
+    const std::uint64_t count = impl.unit(unit).updated_count;
+    for (std::uint64_t done = 0; done < count; done += masters.size()) {
+      masters.resize(std::min(count - done, kExchangeBytes / sizeof(float)));
+      averages.resize(masters.size());
+      impl.read_state(unit, StateField::kMaster, done, masters);
+      impl.read_state(unit, StateField::kAverage, done, averages);
+      impl.write_state(unit, StateField::kMaster, done, averages);
+      impl.write_state(unit, StateField::kAverage, done, masters);
+    }
+  }
+  impl.publish_parameters();
+  impl.average_is_swapped = !impl.average_is_swapped;
 }
 
 void Engine::set_parameter(ParameterId parameter, Span<const float> values) {
@@ -366,6 +462,21 @@ std::vector<float> Engine::get_moment(ParameterId parameter, Moment moment) {
   }
   const std::vector<float> section =
       impl.unit_states(parameter.unit, moment == Moment::kFirst ? StateField::kM : StateField::kV);
+  const auto begin = section.begin() + static_cast<std::ptrdiff_t>(place.offset);
+  return {begin, begin + static_cast<std::ptrdiff_t>(place.count)};
+}
+
+std::vector<float> Engine::get_average(ParameterId parameter) {
+  Impl& impl = *impl_;
+  impl.expect(Impl::Phase::kIdle, "get_average()");
+  impl.check_parameter(parameter, "get_average()");
+  const Impl::OtherTraffic other(impl);
+  const UnitLayout::Place& place =
+      impl.layout(parameter.unit).places[static_cast<std::size_t>(parameter.index)];
+  if (impl.options.ema == 0.0)
+    impl.misuse("get_average() of an engine that keeps none; set EngineOptions::ema before commit()");
+  if (place.frozen) return get_parameter(parameter);
+  const std::vector<float> section = impl.unit_states(parameter.unit, StateField::kAverage);
   const auto begin = section.begin() + static_cast<std::ptrdiff_t>(place.offset);
   return {begin, begin + static_cast<std::ptrdiff_t>(place.count)};
 }

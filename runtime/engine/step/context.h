@@ -29,10 +29,6 @@
 
 namespace forebay {
 
-// Optimizer states, in the order of the store's ranges and of saved state.
-enum class StateField : int { kMaster, kM, kV };
-inline constexpr int kStateFieldCount = 3;
-
 // Bytes that pass between the store and values at once, at most.
 inline constexpr std::uint64_t kStorePieceBytes = 4u << 20;
 // A drive that does not answer for this long is lost.
@@ -54,14 +50,26 @@ struct StateCopy {
   std::uint64_t bytes = 0;
 };
 
+// Where elements of a state that is kept in pieces lie, in bytes from the start of the state.
+struct KeptPlace {
+  std::uint64_t values = 0;     // The first of them.
+  std::uint64_t exponents = 0;  // Its exponent, in MomentFormat::kBlock8.
+};
+// The place of element `begin` of the `total` elements of a piece.
+inline KeptPlace kept_place(MomentFormat format, std::uint64_t total, std::uint64_t begin) {
+  return {moment_bytes(format, begin), moment_bytes(format, total) + begin / kMomentBlockCount};
+}
+
 struct StepContext {
   enum class Phase { kDescribe, kIdle, kStep, kForward, kBackward, kFailed };
 
-  // A run of elements of a unit's updated range that share a parameter group.
+  // A run of elements of a unit's updated range that share a parameter group. Without master weights each
+  // parameter has runs of its own.
   struct Segment {
     std::uint64_t begin = 0;  // Elements from the start of the updated range.
     std::uint64_t count = 0;
     int group = 0;
+    HalfMaster rounding;  // Without master weights: its elements are set for each update.
   };
 
   // Where a unit lies on this rank. The updated range is the part of the trainable section that this rank
@@ -82,10 +90,9 @@ struct StepContext {
     DevicePtr updated_gradients = nullptr;   // The updated range of g, in gradient_type.
     bool offloaded = false;                  // The optimizer states are offloaded.
     bool parameters_offloaded = false;       // The parameter shard is offloaded too.
-    // In device memory or on the host; null on the file tier. v is null for an optimizer that has none.
-    float* master = nullptr;
-    float* m = nullptr;
-    float* v = nullptr;
+    // The states of the updated range, by StateField, as they are kept: in device memory or on the host. Null
+    // on the file tier, and for a state that the optimizer does not have.
+    std::array<std::byte*, kStateFieldCount> kept{};
     // Offloaded: the updated range of g on the host. Where parameters stay on the device, the update writes
     // 2-byte parameters over it.
     std::byte* host_gradients = nullptr;
@@ -166,8 +173,13 @@ struct StepContext {
   PinnedPoolOptions pinned_options() const { return {.slab_bytes = 1, .addresses_only = counts_only()}; }
   bool recorded() const { return options.order_of_units == OrderOfUnits::kRecorded; }
   std::uint64_t element() const { return element_bytes(options.dtype); }
-  // The optimizer has so many of kStateFieldCount.
-  int state_fields() const { return static_cast<int>(state_field_count(options.optimizer)); }
+  std::vector<StateField> state_fields() const { return states_of(options); }
+  MomentFormat format_of(StateField field) const { return state_format(options, field); }
+  // Whether states have the fp32 kernels' form.
+  bool states_are_fp32() const {
+    return options.moments == MomentFormat::kFloat32 && options.ema == 0.0 &&
+           format_of(StateField::kMaster) == MomentFormat::kFloat32;
+  }
   int unit_count() const { return static_cast<int>(model.units.size()); }
   Unit& unit(int index) { return units[static_cast<std::size_t>(index)]; }
   const UnitLayout& layout(int index) const { return plan.layouts[static_cast<std::size_t>(index)]; }

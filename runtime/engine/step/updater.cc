@@ -139,26 +139,62 @@ void Updater::correct_for(int group) {
 void Updater::update_on_device(int index, const Hyperparameters& hyperparameters) {
   const Unit& u = unit(index);
   const MarkedSpan span = context_.marked(device_stream_, "updates", "update", index);
-  ControlledAdamWArguments controlled{};
-  controlled.state = decision_.on_device();
-  AdamWArguments& adamw = controlled.update;
+  const Piece whole{0, u.updated_count, u.kept, nullptr};
   for (const StepContext::Segment& segment : u.segments) {
     const GroupHyperparameters& group = hyperparameters.groups[static_cast<std::size_t>(segment.group)];
     correct_for(segment.group);
-    adamw = adamw_arguments(options_, group);
-    adamw.gradient_type = u.gradient_type;
-    adamw.lr = fp32(group.lr);
-    adamw.weight_decay = fp32(group.weight_decay);
-    adamw.gradient = u.updated_gradients + segment.begin * element_bytes(u.gradient_type);
-    adamw.master = u.master + segment.begin;
-    adamw.m = u.m + segment.begin;
-    adamw.v = u.v == nullptr ? nullptr : u.v + segment.begin;
-    adamw.parameter =
-        options_.dtype == DataType::kFloat32 ? nullptr : u.updated_parameters + segment.begin * element();
-    adamw.count = segment.count;
-    must(kernels_.adamw_controlled(controlled, device_stream_));
+    KeptUpdateArguments kept = update_of(u, whole, segment.begin, segment, group);
+    kept.update.gradient = u.updated_gradients + segment.begin * element_bytes(u.gradient_type);
+    kept.update.parameter =
+        is_own_master(options_) ? nullptr : u.updated_parameters + segment.begin * element();
+    kept.update.count = segment.count;
+    must(context_.states_are_fp32()
+             ? kernels_.adamw_controlled({kept.update, decision_.on_device(), nullptr}, device_stream_)
+             : kernels_.update_kept({kept, decision_.on_device(), nullptr}, device_stream_));
   }
   device_stream_.record(u.updated);
+}
+
+// The update of the elements from `at` on of a piece, without its gradient, parameter, count and decision.
+KeptUpdateArguments Updater::update_of(const Unit& u, const Piece& piece, std::uint64_t at,
+                                       const StepContext::Segment& segment,
+                                       const GroupHyperparameters& group) const {
+  const auto place_of = [&](StateField field) {
+    return kept_place(context_.format_of(field), piece.count, at);
+  };
+  const auto address_of = [&](StateField field, std::uint64_t offset) -> std::byte* {
+    std::byte* const state = piece.kept[static_cast<std::size_t>(field)];
+    return state == nullptr ? nullptr : state + offset;
+  };
+  KeptUpdateArguments kept{};
+  kept.update = adamw_arguments(options_, group);
+  kept.update.gradient_type = u.gradient_type;
+  kept.update.lr = fp32(group.lr);
+  kept.update.weight_decay = fp32(group.weight_decay);
+  std::byte* const master = address_of(StateField::kMaster, place_of(StateField::kMaster).values);
+  if (context_.format_of(StateField::kMaster) == MomentFormat::kFloat32) {
+    kept.update.master = reinterpret_cast<float*>(master);
+  } else {
+    kept.half = segment.rounding;
+    kept.half.elements = reinterpret_cast<std::uint16_t*>(master);
+    kept.half.first += piece.begin + at - segment.begin;
+  }
+  kept.moments.format = options_.moments;
+  kept.moments.m = address_of(StateField::kM, place_of(StateField::kM).values);
+  kept.moments.v = address_of(StateField::kV, place_of(StateField::kV).values);
+  if (options_.moments == MomentFormat::kFloat32) {
+    kept.update.m = static_cast<float*>(kept.moments.m);
+    kept.update.v = static_cast<float*>(kept.moments.v);
+  } else if (options_.moments == MomentFormat::kBlock8) {
+    kept.moments.m_exponents =
+        reinterpret_cast<std::uint8_t*>(address_of(StateField::kM, place_of(StateField::kM).exponents));
+    kept.moments.v_exponents =
+        reinterpret_cast<std::uint8_t*>(address_of(StateField::kV, place_of(StateField::kV).exponents));
+  }
+  kept.average =
+      reinterpret_cast<float*>(address_of(StateField::kAverage, place_of(StateField::kAverage).values));
+  kept.average_weight = fp32(1.0 - options_.ema);
+  return kept;
 }
 
 // The update on the host, and its parameters to the device.
@@ -178,9 +214,8 @@ void Updater::queue_host_update(int index, const Hyperparameters& hyperparameter
   const EngineEvent& updated = updated_on_host_[static_cast<std::size_t>(index)];
   host_stream_.record(updated);
   up_stream_.wait(updated);
-  const bool is_master = options_.dtype == DataType::kFloat32 && u.master != nullptr;
-  const void* const source =
-      is_master ? static_cast<const void*>(u.master) : static_cast<const void*>(u.host_gradients);
+  const std::byte* const master = u.kept[static_cast<std::size_t>(StateField::kMaster)];
+  const std::byte* const source = is_own_master(options_) && master != nullptr ? master : u.host_gradients;
   const MarkedSpan span = context_.marked(up_stream_, "parameters up", "up", index);
   up_stream_.copy(u.updated_parameters, source, u.updated_count * element());
   up_stream_.record(u.updated);
@@ -194,15 +229,15 @@ void Updater::update_on_host(const HostUpdate& update) {
     if (const Status status = update_in_files(update); !status.ok()) fail(status);
     return;
   }
-  const DataType type = options_.dtype;
   std::byte* parameters = nullptr;
-  if (type != DataType::kFloat32)
+  if (!is_own_master(options_))
     parameters = u.parameters_offloaded ? u.trainable_slice.host : u.host_gradients;
+  const Piece whole{0, u.updated_count, u.kept, parameters};
   if (decision_.on_host().outcome == StepOutcome::kApplied) {
-    update_piece(update, {0, u.updated_count, u.master, u.m, u.v, parameters});
+    update_piece(update, whole);
   } else if (parameters != nullptr && !u.parameters_offloaded) {
     // The parameters go up as they were.
-    round_parameters(type, u.master, u.updated_count, parameters);
+    round_parameters(options_.dtype, master_of(whole), u.updated_count, parameters);
   }
 }
 
@@ -220,6 +255,10 @@ Status Updater::update_in_files(const HostUpdate& update) {
   return u.parameters_offloaded ? pass_->finish() : Status();
 }
 
+float* Updater::master_of(const Piece& piece) {
+  return reinterpret_cast<float*>(piece.kept[static_cast<std::size_t>(StateField::kMaster)]);
+}
+
 void Updater::update_stored_part(const HostUpdate& update, std::size_t part_index, std::byte* memory,
                                  bool applied) {
   const Unit& u = unit(update.unit);
@@ -228,21 +267,20 @@ void Updater::update_stored_part(const HostUpdate& update, std::size_t part_inde
   Piece piece;
   piece.begin = part_index * plan_.piece_count;
   piece.count = std::min(plan_.piece_count, u.updated_count - piece.begin);
-  piece.master = reinterpret_cast<float*>(field(0));
-  piece.m = reinterpret_cast<float*>(field(1));
-  if (has_second_moment(options_.optimizer)) piece.v = reinterpret_cast<float*>(field(2));
+  std::size_t state_fields = 0;
+  for (const StateField state : context_.state_fields())
+    piece.kept[static_cast<std::size_t>(state)] = field(state_fields++);
   if (context_.counts_only()) return update_piece(update, piece);
   // Parameters go up from here.
   std::byte* const ready = u.host_gradients + piece.begin * element();
-  if (options_.dtype == DataType::kFloat32) {
+  if (is_own_master(options_)) {
     if (applied) update_piece(update, piece);
-    if (!u.parameters_offloaded) std::memcpy(ready, piece.master, piece.count * sizeof(float));
+    if (!u.parameters_offloaded) std::memcpy(ready, piece.kept[0], piece.count * element());
   } else if (applied) {
-    piece.parameters =
-        u.parameters_offloaded ? field(static_cast<std::size_t>(context_.state_fields())) : ready;
+    piece.parameters = u.parameters_offloaded ? field(state_fields) : ready;
     update_piece(update, piece);
   } else if (!u.parameters_offloaded) {
-    round_parameters(options_.dtype, piece.master, piece.count, ready);
+    round_parameters(options_.dtype, master_of(piece), piece.count, ready);
   }
 }
 
@@ -257,7 +295,7 @@ void Updater::update_piece(const HostUpdate& update, const Piece& piece) {
   const auto keep_until = [&](std::uint64_t end) {
     if (piece.parameters != nullptr && ready < end) {
       const std::uint64_t at = ready - piece.begin;
-      round_parameters(options_.dtype, piece.master + at, end - ready, piece.parameters + at * element());
+      round_parameters(options_.dtype, master_of(piece) + at, end - ready, piece.parameters + at * element());
     }
     ready = std::max(ready, end);
   };
@@ -267,49 +305,26 @@ void Updater::update_piece(const HostUpdate& update, const Piece& piece) {
     if (first >= end) continue;
     keep_until(first);
     ready = end;
-    const std::uint64_t at = first - piece.begin;
-    const GroupHyperparameters& group = update.groups[static_cast<std::size_t>(segment.group)];
-    AdamWArguments adamw = adamw_arguments(options_, group);
-    adamw.gradient_type = u.gradient_type;
-    adamw.factor = decision_.on_host().factor;
-    adamw.c1 = update.corrections[segment.group].c1;
-    adamw.s2 = update.corrections[segment.group].s2;
-    adamw.lr = fp32(group.lr);
-    adamw.weight_decay = fp32(group.weight_decay);
-    adamw.gradient = u.host_gradients + first * element_bytes(u.gradient_type);
-    adamw.master = piece.master + at;
-    adamw.parameter = piece.parameters == nullptr ? nullptr : piece.parameters + at * element();
-    adamw.count = end - first;
-    float* const v = piece.v == nullptr ? nullptr : piece.v + at;
-    if (over_gradients) {
-      update_over_gradients(adamw, piece.m + at, v);
-    } else {
-      run_adamw(adamw, piece.m + at, v);
+    // Parameters that go where gradients of twice their size lie wait until these have been used.
+    const std::uint64_t most = over_gradients ? kRoundedCount : end - first;
+    for (std::uint64_t done = first; done < end; done += most) {
+      const std::uint64_t at = done - piece.begin;
+      std::byte* const parameters = piece.parameters == nullptr ? nullptr : piece.parameters + at * element();
+      KeptUpdateArguments kept =
+          update_of(u, piece, at, segment, update.groups[static_cast<std::size_t>(segment.group)]);
+      kept.update.factor = decision_.on_host().factor;
+      kept.update.c1 = update.corrections[segment.group].c1;
+      kept.update.s2 = update.corrections[segment.group].s2;
+      kept.step = decision_.on_host().applied_steps;
+      kept.update.gradient = u.host_gradients + done * element_bytes(u.gradient_type);
+      kept.update.parameter = over_gradients ? rounded_.data() : parameters;
+      kept.update.count = std::min(most, end - done);
+      const Status status = host_adam(kept, *host_runner_);
+      FOREBAY_CHECK(status.ok(), "%s", status.to_string().c_str());
+      if (over_gradients) std::memcpy(parameters, rounded_.data(), kept.update.count * element());
     }
   }
   keep_until(piece.begin + piece.count);
-}
-
-// The parameters go where gradients of twice their size lie, over gradients that have been used.
-void Updater::update_over_gradients(const AdamWArguments& adamw, float* m, float* v) {
-  for (std::uint64_t done = 0; done < adamw.count; done += kRoundedCount) {
-    AdamWArguments some = adamw;
-    some.gradient = static_cast<const float*>(adamw.gradient) + done;
-    some.master = adamw.master + done;
-    some.parameter = rounded_.data();
-    some.count = std::min(kRoundedCount, adamw.count - done);
-    run_adamw(some, m + done, v == nullptr ? nullptr : v + done);
-    std::memcpy(static_cast<std::byte*>(adamw.parameter) + done * element(), rounded_.data(),
-                some.count * element());
-  }
-}
-
-void Updater::run_adamw(const AdamWArguments& adamw, float* m, float* v) const {
-  HostAdamArguments step{};
-  step.update = adamw;
-  step.moments = {MomentFormat::kFloat32, m, v, nullptr, nullptr};
-  const Status status = host_adam(step, *host_runner_);
-  FOREBAY_CHECK(status.ok(), "%s", status.to_string().c_str());
 }
 
 void Updater::copy(const std::vector<StateCopy>& copies) {

@@ -82,14 +82,12 @@ class Updater : private StepPart {
     const std::vector<StateCopy>* copies = nullptr;
     void run() { updater->copy_on_host(*copies); }
   };
-  // The elements of a unit that are updated together; the addresses are of the first.
+  // Elements of a unit whose states lie in one piece of memory; the addresses are of the first.
   struct Piece {
     std::uint64_t begin = 0;  // From the start of the updated range.
     std::uint64_t count = 0;
-    float* master = nullptr;
-    float* m = nullptr;
-    float* v = nullptr;
-    std::byte* parameters = nullptr;  // Null in fp32.
+    std::array<std::byte*, kStateFieldCount> kept{};
+    std::byte* parameters = nullptr;  // Null for parameters that are their own masters.
   };
 
   BiasCorrection* corrections() const { return corrections_[context_.attempted_steps % 2]; }
@@ -101,8 +99,9 @@ class Updater : private StepPart {
   Status update_in_files(const HostUpdate& update);
   void update_stored_part(const HostUpdate& update, std::size_t part, std::byte* memory, bool applied);
   void update_piece(const HostUpdate& update, const Piece& piece);
-  void update_over_gradients(const AdamWArguments& adamw, float* m, float* v);
-  void run_adamw(const AdamWArguments& adamw, float* m, float* v) const;
+  static float* master_of(const Piece& piece);  // Requires: an fp32 master.
+  KeptUpdateArguments update_of(const Unit& unit, const Piece& piece, std::uint64_t at,
+                                const StepContext::Segment& segment, const GroupHyperparameters& group) const;
 
   const Decision& decision_;
   // The corrections of a step by parameter group, in pinned memory. Two sets, like those of host updates.

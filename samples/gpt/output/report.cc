@@ -74,6 +74,10 @@ std::string report_json(const TrainingReport& report) {
   }
   if (report.sharding.optimizer != Optimizer::kAdamW)
     json["optimizer"] = optimizer_name(report.sharding.optimizer);
+  if (report.sharding.moments != MomentFormat::kFloat32)
+    json["moments"] = moment_format_name(report.sharding.moments);
+  if (!report.sharding.master_weights) json["master_weights"] = "off";
+  if (report.sharding.ema > 0) json["ema"] = report.sharding.ema;
   json.update({{"offloaded_parameters", report.offloaded_parameters},
                {"store", report.store},
                {"parameters", report.parameters},

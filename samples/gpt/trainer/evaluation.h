@@ -39,6 +39,9 @@ class Evaluation {
   // the prompt and the text. Order: as loss(). Errors: throws Error(kInternal) if ranks have different texts.
   std::string generate(const std::function<void(std::string_view)>& show);
 
+  // The caller changed the weights other than by a step.
+  void weights_changed() { applied_steps_ = UINT64_MAX; }
+
   // Bytes of all passes so far: those that the plan says this rank sends to data-parallel ranks, and those
   // that were measured between tensor-parallel ranks and between pipeline stages.
   std::uint64_t planned_sent_bytes() const { return planned_sent_bytes_; }
@@ -67,7 +70,7 @@ class Evaluation {
   const std::unique_ptr<PinnedPool> pool_;
   const std::span<std::byte> host_;  // Row losses, or the logits of a row.
   std::uint64_t planned_sent_bytes_ = 0;
-  std::uint64_t applied_steps_ = UINT64_MAX;  // At the last pass.
+  std::uint64_t applied_steps_ = UINT64_MAX;  // At the last pass; UINT64_MAX: the weights changed since.
   Traffic tensor_;
   Traffic pipeline_;
   Traffic exchanged_;

@@ -550,6 +550,9 @@ std::vector<std::pair<std::string, std::string>> training_of(const TrainerOption
       {"matmul", o.matmul},
       {"initial", given(o.initial_file)}};
   if (o.optimizer != Optimizer::kAdamW) all.emplace_back("optimizer", option_text(o, "optimizer"));
+  if (o.moments != MomentFormat::kFloat32) all.emplace_back("moments", option_text(o, "moments"));
+  if (!o.master_weights) all.emplace_back("master-weights", option_text(o, "master-weights"));
+  if (o.ema > 0) all.emplace_back("ema", exact(o.ema));
   return all;
 }
 

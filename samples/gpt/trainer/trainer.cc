@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <exception>
 #include <numeric>
 #include <optional>
 #include <span>
@@ -24,6 +25,31 @@ namespace {
 double mean(const std::vector<double>& values) {
   return std::accumulate(values.begin(), values.end(), 0.0) / static_cast<double>(values.size());
 }
+
+// While alive, the weights are their moving average, if there is one that may take their place.
+class AverageInUse {
+ public:
+  AverageInUse(const TrainerOptions& options, Engine& engine, Evaluation& evaluation)
+      : in_use_(options.ema > 0 && options.master_weights), engine_(engine), evaluation_(evaluation) {
+    swap();
+  }
+  ~AverageInUse() noexcept(false) {
+    if (std::uncaught_exceptions() == 0) swap();
+  }
+  AverageInUse(const AverageInUse&) = delete;
+  AverageInUse& operator=(const AverageInUse&) = delete;
+
+ private:
+  void swap() {
+    if (!in_use_) return;
+    engine_.swap_average();
+    evaluation_.weights_changed();
+  }
+
+  const bool in_use_;
+  Engine& engine_;
+  Evaluation& evaluation_;
+};
 
 }  // namespace
 
@@ -68,7 +94,10 @@ TrainingReport Trainer::train() {
 
   if (!options_.save_state.empty() && saved_step_ != report.steps) save();
   finish_save();
-  if (!options_.export_file.empty() && !report.interrupted) export_weights(model_, options_.export_file);
+  if (!options_.export_file.empty() && !report.interrupted) {
+    const AverageInUse average(options_, model_.engine, evaluation_);
+    export_weights(model_, options_.export_file);
+  }
   if (!options_.timeline_file.empty()) write_timeline();
   throw_if_error(model_.communicator.barrier());  // No rank leaves while another still needs it.
   return report;
@@ -229,6 +258,7 @@ void Trainer::finish_save() {
 
 void Trainer::evaluate(TrainingReport& report, Progress& progress) {
   meter_.pause();
+  const AverageInUse average(options_, model_.engine, evaluation_);
   report.evaluations.push_back({steps_done(), evaluation_.loss()});
   progress.show_evaluation(steps_done(), report.evaluations.back().loss);
   meter_.resume();
@@ -237,6 +267,7 @@ void Trainer::evaluate(TrainingReport& report, Progress& progress) {
 // The text goes to stdout as it comes: the end of a line of progress, and a line feed, frame it.
 std::string Trainer::generate() {
   const bool shows = model_.rank.place.rank == 0;
+  const AverageInUse average(options_, model_.engine, evaluation_);
   const std::string text = evaluation_.generate([&](std::string_view part) {
     if (shows) show_generated(part);
   });

@@ -44,6 +44,9 @@ TEST(ShardingOptions, TextReadsBackAsTheSameText) {
       {"device-room", {"0", "384MiB", "1GiB"}},
       {"spillable", {"off", "on"}},
       {"optimizer", {"adamw", "adam", "sgd", "lion"}},
+      {"moments", {"fp32", "bf16", "block8"}},
+      {"master-weights", {"on", "off"}},
+      {"ema", {"0", "0.999"}},
       {"save-async", {"off", "on"}},
       {"offload", {"none", "optimizer", "optimizer+parameters"}},
       {"offload-tier", {"cpu", "nvme", "nvme:/a", "nvme:/a,b c"}},
@@ -135,6 +138,9 @@ TEST(ShardingOptions, ChecksMembersThatWereSetWithoutText) {
   EXPECT_EQ(message({.bucket_bytes = 0}).find("bucket is 0;"), 0u);
   EXPECT_EQ(message({.offload_fraction = std::nan("")}).find("offload-fraction is nan;"), 0u);
   EXPECT_EQ(message({.stage = 2, .accumulate = Accumulate::kLocal}).find("accumulate local"), 0u);
+  EXPECT_EQ(message({.master_weights = false}).find("master-weights is off, and dtype is fp32;"), 0u);
+  EXPECT_EQ(message({.dtype = DataType::kBfloat16, .master_weights = false}), "");
+  EXPECT_EQ(message({.ema = 1.0}), "ema is 1; use 0, or a decay below 1, such as 0.999");
   EXPECT_EQ(message({.stage = 2, .offload = Offload::kOptimizerAndParameters}).find("offload optimizer"), 0u);
 }
 
@@ -145,11 +151,13 @@ TEST(ShardingOptions, LinesOfAgreementLeaveOutWhatMayDiffer) {
   EXPECT_EQ(option_lines(a, &OptionRow::agreed),
             "stage 0\ndtype fp32\nmicro-steps 1\naccumulate shard\naverage ranks+micro-steps\n"
             "order-of-units strict\nunits-at-once 1\norder rank\nshard-within all\nbucket given\n"
-            "overlap on\noptimizer adamw\nsave-async off\noffload none\noffload-tier nvme\noffload-fraction "
+            "overlap on\noptimizer adamw\nmoments fp32\nmaster-weights on\nema 0\nsave-async off\noffload "
+            "none\noffload-tier nvme\noffload-fraction "
             "given\n");
   EXPECT_EQ(option_lines(a, &OptionRow::in_fingerprint),
             "stage 0\ndtype fp32\nmicro-steps 1\nforwards-ahead 0\naccumulate shard\norder rank\n"
-            "shard-within all\noptimizer adamw\noffload none\noffload-tier nvme\n");
+            "shard-within all\noptimizer adamw\nmoments fp32\nmaster-weights on\nema 0\noffload "
+            "none\noffload-tier nvme\n");
   b.bucket_auto = true;
   EXPECT_NE(option_lines(a, &OptionRow::agreed), option_lines(b, &OptionRow::agreed));
 }

@@ -6,6 +6,7 @@
 #include <filesystem>
 #include <limits>
 #include <string>
+#include <tuple>
 
 #include "tests/engine/toy_cases.h"
 #include "tests/offload/memory_store.h"
@@ -15,6 +16,35 @@ namespace forebay::testing {
 namespace {
 
 constexpr Optimizer kOptimizers[] = {Optimizer::kAdamW, Optimizer::kAdam, Optimizer::kSgd, Optimizer::kLion};
+
+// An optimizer, and how its states are kept.
+struct Rule {
+  Optimizer optimizer;
+  MomentFormat moments = MomentFormat::kFloat32;
+  bool master_weights = true;
+  double ema = 0.0;
+};
+constexpr Rule kRules[] = {{Optimizer::kAdamW},
+                           {Optimizer::kAdam},
+                           {Optimizer::kSgd},
+                           {Optimizer::kLion},
+                           {Optimizer::kAdamW, MomentFormat::kBfloat16},
+                           {Optimizer::kAdamW, MomentFormat::kBlock8},
+                           {Optimizer::kAdam, MomentFormat::kBlock8},
+                           {Optimizer::kSgd, MomentFormat::kBfloat16},
+                           {Optimizer::kLion, MomentFormat::kBlock8},
+                           {Optimizer::kAdamW, MomentFormat::kFloat32, false},
+                           {Optimizer::kLion, MomentFormat::kBfloat16, false},
+                           {Optimizer::kAdamW, MomentFormat::kBlock8, false},
+                           {Optimizer::kAdamW, MomentFormat::kFloat32, true, 0.75},
+                           {Optimizer::kLion, MomentFormat::kBlock8, true, 0.9},
+                           {Optimizer::kAdam, MomentFormat::kBfloat16, false, 0.9}};
+
+std::string name_of(const Rule& rule) {
+  return std::string(optimizer_name(rule.optimizer)) +
+         (rule.moments == MomentFormat::kFloat32 ? "" : std::string("_") + moment_format_name(rule.moments)) +
+         (rule.master_weights ? "" : "_no_master") + (rule.ema > 0 ? "_ema" : "");
+}
 
 struct Setting {
   Offload offload;
@@ -26,9 +56,12 @@ constexpr Setting kSettings[] = {{Offload::kNone, Tier::kPinned},
                                  {Offload::kOptimizerAndParameters, Tier::kPinned},
                                  {Offload::kOptimizerAndParameters, Tier::kFile}};
 
-ToyOptions options_of(Optimizer optimizer, int stage, DataType type, int ranks, const Setting& setting) {
-  ToyOptions options = options_for(stage, type, ranks);
-  options.engine.optimizer = optimizer;
+ToyOptions options_of(const Rule& rule, int stage, DataType type, int ranks, const Setting& setting) {
+  ToyOptions options = options_for(stage, rule.master_weights ? type : DataType::kBfloat16, ranks);
+  options.engine.optimizer = rule.optimizer;
+  options.engine.moments = rule.moments;
+  options.engine.master_weights = rule.master_weights;
+  options.engine.ema = rule.ema;
   options.engine.offload = setting.offload;
   options.engine.tier = setting.tier;
   options.engine.staging_bytes = 8u << 20;
@@ -42,13 +75,14 @@ ToyOptions options_of(Optimizer optimizer, int stage, DataType type, int ranks, 
 }
 
 std::string text_of(const ToyOptions& options) {
-  return std::string(optimizer_name(options.engine.optimizer)) + ", stage " +
+  const EngineOptions& engine = options.engine;
+  return name_of({engine.optimizer, engine.moments, engine.master_weights, engine.ema}) + ", stage " +
          std::to_string(options.engine.stage) + ", " + std::to_string(options.ranks) + " ranks, " +
          data_type_name(options.engine.dtype) + ", offload " + offload_name(options.engine.offload) + " on " +
          tier_name(options.engine.tier) + ", " + std::to_string(options.engine.micro_steps) + " micro-steps";
 }
 
-class OptimizerContract : public ::testing::TestWithParam<Optimizer> {};
+class OptimizerContract : public ::testing::TestWithParam<Rule> {};
 
 TEST_P(OptimizerContract, EveryStageAndPlaceGivesTheBitsOfThePlainLoops) {
   struct Case {
@@ -84,47 +118,186 @@ TEST_P(OptimizerContract, EveryStageAndPlaceGivesTheBitsOfThePlainLoops) {
   }
 }
 
-// Saved in the middle by some ranks, and gone on with by others at another stage and place.
+// Saved in the middle by some ranks, also while training goes on, and gone on with by others at another stage
+// and place.
 TEST_P(OptimizerContract, AResumedRunGivesTheSameBits) {
   const std::string directory = make_temporary_directory("optimizer");
-  ToyOptions options = options_of(GetParam(), 1, DataType::kFloat32, 3, kSettings[1]);
-  options.steps = 4;
-  run_ranks(3, {}, [&](Rank& rank) {
-    ToyTrainer trainer(options, rank);
-    trainer.initialize();
-    for (int step = 0; step < 2; ++step) static_cast<void>(trainer.step(step));
-    trainer.engine().save_state(directory, "x");
-  });
-  const ToyResult expected = reference_toy(options);
-  for (const auto& [stage, setting] :
-       {std::pair(0, kSettings[0]), std::pair(2, kSettings[2]), std::pair(3, kSettings[4])}) {
-    const ToyOptions other = options_of(GetParam(), stage, DataType::kFloat32, 3, setting);
-    ToyResult result;
+  for (const auto& [save_stage, save_setting, is_async] :
+       {std::tuple(1, kSettings[1], false), std::tuple(3, kSettings[4], true),
+        std::tuple(2, kSettings[0], true)}) {
+    ToyOptions options = options_of(GetParam(), save_stage, DataType::kFloat32, 3, save_setting);
+    options.engine.save_async = is_async;
+    options.steps = 4;
     run_ranks(3, {}, [&](Rank& rank) {
-      ToyTrainer trainer(other, rank);
-      EXPECT_EQ(trainer.engine().load_state(directory), "x");
-      for (int step = 2; step < 4; ++step) static_cast<void>(trainer.step(step));
-      ToyResult mine;
-      trainer.collect(mine);
-      if (rank.communicator->rank() == 0) result = mine;
+      ToyTrainer trainer(options, rank);
+      trainer.initialize();
+      for (int step = 0; step < 2; ++step) static_cast<void>(trainer.step(step));
+      if (is_async) {
+        trainer.engine().save_state_begin(directory, "x");
+        static_cast<void>(trainer.step(2));
+        trainer.engine().save_state_end();
+        const EngineStatistics s = trainer.engine().statistics();
+        EXPECT_EQ(s.peak, s.planned) << text_of(options);
+        EXPECT_GE(s.host_bytes, s.planned_host_bytes) << text_of(options);
+        EXPECT_LE(s.host_bytes, s.planned_host_bytes + 4096) << text_of(options);
+      } else {
+        trainer.engine().save_state(directory, "x");
+      }
     });
-    for (std::size_t q = 0; q < expected.masters.size(); ++q) {
-      ASSERT_EQ(result.masters[q].size(), expected.masters[q].size());
-      EXPECT_EQ(
-          std::memcmp(result.masters[q].data(), expected.masters[q].data(), 4 * result.masters[q].size()), 0)
-          << text_of(other) << ": parameter " << q;
+    const ToyResult expected = reference_toy(options);
+    for (const auto& [stage, setting] :
+         {std::pair(0, kSettings[0]), std::pair(2, kSettings[2]), std::pair(3, kSettings[4])}) {
+      const ToyOptions other = options_of(GetParam(), stage, DataType::kFloat32, 3, setting);
+      ToyResult result;
+      run_ranks(3, {}, [&](Rank& rank) {
+        ToyTrainer trainer(other, rank);
+        EXPECT_EQ(trainer.engine().load_state(directory), "x");
+        for (int step = 2; step < 4; ++step) static_cast<void>(trainer.step(step));
+        ToyResult mine;
+        trainer.collect(mine);
+        if (rank.communicator->rank() == 0) result = mine;
+      });
+      for (std::size_t q = 0; q < expected.masters.size(); ++q) {
+        ASSERT_EQ(result.masters[q].size(), expected.masters[q].size());
+        EXPECT_EQ(result.averages, expected.averages) << text_of(other);
+        EXPECT_EQ(
+            std::memcmp(result.masters[q].data(), expected.masters[q].data(), 4 * result.masters[q].size()),
+            0)
+            << text_of(other) << " from " << text_of(options) << ": parameter " << q;
+      }
     }
   }
   std::filesystem::remove_all(directory);
 }
 
-INSTANTIATE_TEST_SUITE_P(All, OptimizerContract, ::testing::ValuesIn(kOptimizers),
-                         [](const auto& p) { return std::string(optimizer_name(p.param)); });
+INSTANTIATE_TEST_SUITE_P(All, OptimizerContract, ::testing::ValuesIn(kRules),
+                         [](const auto& p) { return name_of(p.param); });
+
+// The weights of evaluations are then the average, and the training goes on as if nothing had been.
+TEST(Optimizers, TheAverageMayTakeThePlaceOfTheWeightsForAWhile) {
+  for (const auto& [stage, type, setting] :
+       {std::tuple(0, DataType::kFloat32, kSettings[0]), std::tuple(2, DataType::kBfloat16, kSettings[1]),
+        std::tuple(3, DataType::kFloat32, kSettings[4]), std::tuple(3, DataType::kBfloat16, kSettings[4])}) {
+    ToyOptions options =
+        options_of({Optimizer::kAdamW, MomentFormat::kBfloat16, true, 0.75}, stage, type, 3, setting);
+    const ToyResult expected = reference_toy(options);
+    run_ranks(3, {}, [&](Rank& rank) {
+      ToyTrainer trainer(options, rank);
+      trainer.initialize();
+      ToyResult result;
+      for (int step = 0; step < options.steps; ++step) {
+        static_cast<void>(trainer.step(step));
+        trainer.collect(result);
+        const ToyResult before = result;
+        trainer.engine().swap_average();
+        trainer.evaluate_all();
+        EXPECT_THROW(trainer.engine().step_begin(), Error);
+        trainer.collect(result);
+        EXPECT_EQ(result.masters, before.averages) << text_of(options);
+        EXPECT_EQ(result.averages, before.masters) << text_of(options);
+        trainer.engine().swap_average();
+      }
+      trainer.collect(result);
+      EXPECT_EQ(result.masters, expected.masters) << text_of(options);
+      EXPECT_EQ(result.averages, expected.averages) << text_of(options);
+    });
+  }
+}
+
+// A run without an average goes on with one, which begins as its weights.
+TEST(Optimizers, AStateWithoutAnAverageGoesOnWithOne) {
+  const std::string directory = make_temporary_directory("optimizer");
+  for (const double ema : {0.0, 0.5}) {
+    const ToyOptions options = options_of({Optimizer::kAdamW, MomentFormat::kFloat32, true, ema}, 2,
+                                          DataType::kFloat32, 1, kSettings[0]);
+    run_ranks(1, {}, [&](Rank& rank) {
+      ToyTrainer trainer(options, rank);
+      if (ema == 0.0) {
+        trainer.initialize();
+        static_cast<void>(trainer.step(0));
+        trainer.engine().save_state(directory, "x");
+        return;
+      }
+      trainer.engine().load_state(directory);
+      ToyResult result;
+      trainer.collect(result);
+      EXPECT_EQ(result.averages, result.masters);
+    });
+  }
+  std::filesystem::remove_all(directory);
+}
+
+// In files, codes of several pieces have their exponents between them.
+TEST(Optimizers, CodesInSeveralPiecesOfFilesGiveTheSameBits) {
+  const std::string directory = make_temporary_directory("optimizer");
+  for (const bool master_weights : {true, false}) {
+    const Rule rule{Optimizer::kAdamW, MomentFormat::kBlock8, master_weights};
+    ToyOptions options = options_of(rule, 1, DataType::kBfloat16, 1, kSettings[2]);
+    options.units = {{{{300'000}, {70'000, 1}}, {}, true}, {{{513}}, {}, true}};
+    options.engine.save_async = true;
+    options.steps = 3;
+    ModelShape model;
+    model.units = {{.name = "unit0", .parameters = {{"p0", 300'000}, {"p1", 70'000}}}};
+    PlanOptions plan_options;
+    static_cast<ShardingOptions&>(plan_options) = options.engine;
+    EXPECT_LT(value_or_throw(make_plan(model, plan_options)).piece_count, 200'000u);
+    const ToyResult expected = reference_toy(options);
+    run_ranks(1, {}, [&](Rank& rank) {
+      ToyTrainer trainer(options, rank);
+      trainer.initialize();
+      for (int step = 0; step < 2; ++step) static_cast<void>(trainer.step(step));
+      trainer.engine().save_state_begin(directory, "x");
+      static_cast<void>(trainer.step(2));
+      trainer.engine().save_state_end();
+      ToyResult result;
+      trainer.collect(result);
+      EXPECT_EQ(result.masters, expected.masters);
+      EXPECT_EQ(result.statistics.file_bytes, result.statistics.planned_file_bytes);
+      EXPECT_EQ(trainer.engine().load_state(directory), "x");
+      static_cast<void>(trainer.step(2));
+      trainer.collect(result);
+      EXPECT_EQ(result.masters, expected.masters) << "resumed";
+    });
+  }
+  std::filesystem::remove_all(directory);
+}
+
+// 4096 elements on two ranks, in bytes: a quarter of fp32's with 8-bit moments and no master.
+TEST(Optimizers, NarrowStatesTakeThePlannedBytes) {
+  ModelShape model;
+  model.units.resize(1);
+  model.units[0].name = "u";
+  model.units[0].parameters.push_back({"p", 4096});
+  PlanOptions options;
+  options.ranks = 2;
+  options.stage = 2;
+  options.dtype = DataType::kBfloat16;
+  struct Case {
+    MomentFormat moments;
+    bool master_weights;
+    std::uint64_t on_device, offloaded;
+  };
+  // 8 of them: up to a line of the caches, on the device up to a granule of the arena.
+  constexpr std::uint64_t kExponents = 64, kOnDevice = 512;
+  for (const Case& c :
+       {Case{MomentFormat::kFloat32, true, 2048 * 12, 2048 * 12},
+        Case{MomentFormat::kBfloat16, true, 2048 * 8, 2048 * 8},
+        Case{MomentFormat::kBlock8, true, 2048 * 6 + 2 * kOnDevice, 2048 * 6 + 2 * kExponents},
+        Case{MomentFormat::kBlock8, false, 2048 * 2 + 2 * kOnDevice, 2048 * 4 + 2 * kExponents},
+        Case{MomentFormat::kFloat32, false, 2048 * 8, 2048 * 10}}) {
+    options.moments = c.moments;
+    options.master_weights = c.master_weights;
+    options.offload = Offload::kNone;
+    EXPECT_EQ(value_or_throw(make_plan(model, options)).bytes.optimizer, c.on_device);
+    options.offload = Offload::kOptimizer;
+    EXPECT_EQ(value_or_throw(make_plan(model, options)).host_bytes.optimizer, c.offloaded);
+  }
+}
 
 TEST(Optimizers, AStateOfAnotherOptimizerIsRefused) {
   const std::string directory = make_temporary_directory("optimizer");
   const auto run = [&](Optimizer optimizer, bool saves) {
-    const ToyOptions options = options_of(optimizer, 2, DataType::kFloat32, 1, kSettings[0]);
+    const ToyOptions options = options_of({optimizer}, 2, DataType::kFloat32, 1, kSettings[0]);
     run_ranks(1, {}, [&](Rank& rank) {
       ToyTrainer trainer(options, rank);
       trainer.initialize();

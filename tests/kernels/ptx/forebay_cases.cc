@@ -13,6 +13,7 @@
 #include "kernels/cuda/launches.h"
 #include "kernels/definitions.h"
 #include "kernels/host_kernels.h"
+#include "kernels/host_moments.h"
 #include "tests/fakes/cuda/ptx/image.h"
 #include "tests/kernels/ptx/kernel_case.h"
 
@@ -89,6 +90,8 @@ class Cases {
     }
     norm_tree();
     step_control();
+    for (const MomentFormat format : {MomentFormat::kFloat32, MomentFormat::kBfloat16, MomentFormat::kBlock8})
+      kept_update(format);
     return std::move(cases_);
   }
 
@@ -418,6 +421,102 @@ class Cases {
           for (std::size_t u = 0; u + step < units; u += 2 * step) a.scratch[u] += a.scratch[u + step];
         }
         definitions::advance_step(a, units == 0 ? 0.0 : a.scratch[0]);
+      };
+    }
+  }
+
+  // Every optimizer with every type of gradient, and masters of both kinds.
+  void kept_update(MomentFormat format) {
+    const Element element = format == MomentFormat::kFloat32    ? Element::kFloat32
+                            : format == MomentFormat::kBfloat16 ? Element::kBfloat16
+                                                                : Element::kByte;
+    for (int n = 0; n < 8 * kOptimizerCount; ++n) {
+      const auto optimizer = static_cast<Optimizer>(n % kOptimizerCount);
+      const bool is_half = n % 8 >= 4, has_v = has_second_moment(optimizer);
+      const bool has_parameter = !is_half && n % 3 != 0;
+      const DataType gradient = kTypes[n % 3], parameter = kTypes[(n / 3) % 3];
+      const std::size_t offset = n % 5 == 4 ? 3 : 0, count = n % 4 == 0 ? 5003 : 517;
+      const bool dithered = n % 7 != 0, controlled = n % 2 == 1, used = n % 16 != 5;
+      KernelCase& c = add_case(std::string("forebay_kept_update_") + moment_format_name(format),
+                               describe({offset, offset}, count) + ", case " + std::to_string(n) + ", " +
+                                   optimizer_name(optimizer),
+                               2);
+      const auto kept = [&](std::size_t elements) {
+        Array array = array_of(element, elements, offset, [&] {
+          return element == Element::kByte ? random_() % 256 : hard_value(element, random_);
+        });
+        return array;
+      };
+      const auto exponents = [&] {
+        return array_of(Element::kByte, moment_exponent_bytes(format, count), 0,
+                        [&] { return random_() % 8 == 0 ? random_() % 256 : 115 + random_() % 24; });
+      };
+      StepState state;
+      state.outcome = StepOutcome::kApplied;
+      state.applied_steps = 12;
+      state.factor = 0.021f, state.c1 = 0.4f, state.s2 = 0.6f;
+      Array state_array{Element::kByte, sizeof state, 0, true, {}, false};
+      for (const std::byte b : bytes_of_struct(state))
+        state_array.values.push_back(std::to_integer<std::uint64_t>(b));
+      c.arrays = {read_only(hard(gradient, count, offset)),
+                  hard(is_half ? DataType::kBfloat16 : DataType::kFloat32, count, offset),
+                  kept(count),
+                  kept(has_v ? count : 0),
+                  exponents(),
+                  exponents(),
+                  hard(parameter, has_parameter ? count : 0, offset),
+                  std::move(state_array),
+                  {Element::kWord32, 1, 0, true, {used ? 1u : 0u}, false},
+                  hard(DataType::kFloat32, count, offset)};
+      const bool has_average = n % 6 < 3;
+      const auto arguments = [=](const Pointers& p) {
+        KeptUpdateArguments a;
+        AdamWArguments& u = a.update;
+        u = {};
+        u.gradient = p.at(0);
+        u.optimizer = optimizer;
+        u.parameter = has_parameter ? p.at(6) : nullptr;
+        u.count = count;
+        u.gradient_type = gradient, u.parameter_type = parameter;
+        u.factor = 0.37f, u.lr = 3e-4f, u.weight_decay = 0.1f, u.beta1 = 0.9f, u.beta2 = 0.95f, u.eps = 1e-8f;
+        u.a1 = 0.1f, u.a2 = 0.05f, u.c1 = 0.19f, u.s2 = 0.31f;
+        if (is_half) {
+          a.half = {p.at<std::uint16_t>(1), 0xFFFFFF00u, 0xFEDCBA9876543210u};
+        } else {
+          u.master = p.at(1);
+        }
+        a.moments = {format, p.at(2), has_v ? p.at(3) : nullptr, nullptr, nullptr};
+        if (format == MomentFormat::kBlock8) {
+          a.moments.m_exponents = p.at<std::uint8_t>(4);
+          if (has_v) a.moments.v_exponents = p.at<std::uint8_t>(5);
+        }
+        a.rounding = dithered ? MomentRounding::kDithered : MomentRounding::kNearest;
+        a.step = 3;
+        a.average = has_average ? p.at(9) : nullptr;
+        a.average_weight = 0.125f;
+        return a;
+      };
+      c.argument = [=](const Pointers& p) {
+        cuda_kernels::KeptUpdateLaunch launch = {{arguments(p), nullptr, nullptr}, offset == 0};
+        if (controlled) {
+          launch.arguments.state = p.at<StepState>(7);
+          launch.arguments.used = p.at<std::uint32_t>(8);
+        }
+        return bytes_of_struct(launch);
+      };
+      c.define = [=](const Pointers& p) {
+        KeptUpdateArguments a = arguments(p);
+        if (controlled) {
+          if (!used) return;
+          a.update.factor = state.factor, a.update.c1 = state.c1, a.update.s2 = state.s2;
+          a.step = state.applied_steps;
+        }
+        host_kernels::scalar_moment_kernels().update(a, 0, count,
+                                                     {dithered, definitions::dither_seed(a.step)});
+        const void* const master = is_half ? static_cast<const void*>(a.half.elements) : a.update.master;
+        const DataType type = is_half ? DataType::kBfloat16 : DataType::kFloat32;
+        if (has_average)
+          host_kernels::scalar_kernels().average({master, a.average, type, a.average_weight}, 0, count);
       };
     }
   }

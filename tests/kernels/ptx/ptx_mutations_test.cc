@@ -49,6 +49,8 @@ constexpr Mutation kForebay[] = {
     {"a NaN that stays as it came", "forebay_norm_tree", R"(setp\.num\.f64)", 0, "setp.nan.f64"},
     {"a comparison turned round", "forebay_step_control", R"(setp\.lt\.f64)", 0, "setp.gt.f64"},
     {"a register that nobody writes", "forebay_accumulate_fp16", R"(cvt\.rn\.f32\.u16\s+[^;]*;)", 5, ""},
+    {"no barrier after the greatest of each thread", "forebay_kept_update_block8", R"(bar\.sync\s+0;)", 0,
+     ""},
     {"a wide load off its alignment", "forebay_add_bf16",
      R"((ld\.global\.cs\.v4\.u32\s+\{[^}]*\}, \[%\w+)\])", 0, "$1+4]"},
 };

@@ -773,6 +773,11 @@ FOREBAY_API int32_t forebay_save_end(forebay_engine* engine);
 FOREBAY_API int32_t forebay_engine_freeze(forebay_engine* engine, int32_t unit, int32_t index,
                                           int32_t frozen);
 
+/* Exchanges the weights and their moving average (option "ema"), so that evaluations and forebay_engine_get()
+ * are of the average; the next call exchanges them again. No step and no saving in between. Collective.
+ * Errors: FOREBAY_INVALID_ARGUMENT without the option, or with the option "master-weights" off. */
+FOREBAY_API int32_t forebay_engine_swap_average(forebay_engine* engine);
+
 /* Loads the latest saved state, from any number of ranks and any stage. Collective.
  * Ownership: trainer_state is the engine's, until its next call that gives out a text.
  * Errors: FOREBAY_IO_ERROR (there is none), FOREBAY_CORRUPTION, FOREBAY_INVALID_ARGUMENT (another model). */

@@ -381,6 +381,13 @@ class Engine {
   std::vector<float> get_parameter(ParameterId parameter);
   // AdamW's m or v of a parameter. Requires: it is not frozen by add_parameter(). Order: collective.
   std::vector<float> get_moment(ParameterId parameter, Moment moment);
+  // The moving average of a parameter's weights (ShardingOptions::ema). Requires: as get_moment(). Order:
+  // collective.
+  std::vector<float> get_average(ParameterId parameter);
+  // Exchanges the weights and their moving average, so that evaluations and get_parameter() are of the
+  // average; the next call exchanges them again. Requires: ShardingOptions::ema, and a master in fp32, which
+  // loses no bit. Order: collective, between steps; no step and no saving in between.
+  void swap_average();
   // Freezes a parameter, or unfreezes it, from the next step on: its gradient is not asked for (its mode is
   // kNone) and zero, and its value, m and v stay. It keeps its place, and its zeros are reduced: Plan counts
   // a step in which nothing is frozen, which moves the most. A run that loads a state freezes again.

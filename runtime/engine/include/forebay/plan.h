@@ -113,7 +113,7 @@ struct PoolBytes {
   // stage 2 on, and no accumulator from stage 1 on. Instead two buffers carry slices, or with K > 1 the
   // fp32 sums of buckets, to the host.
   std::uint64_t gradients = 0;
-  // Persistent: the master (2-byte types), m and v of the units that are not offloaded.
+  // Persistent: the master (2-byte types), m and v of the units that are not offloaded, as they are kept.
   std::uint64_t optimizer = 0;
   // Slots for gathered units, and for unit gradients before their reduction. The number of layers does not
   // change it.
@@ -134,7 +134,8 @@ struct PoolBytes {
 
 // Pinned host memory of offloaded units and of saving, per rank.
 struct HostBytes {
-  // Master, m and v in fp32: 12 bytes for each offloaded element that this rank updates. Tier kFile: none.
+  // Master, m and v: 12 bytes for each offloaded element that this rank updates, and less where
+  // ShardingOptions::moments or master_weights keep them in fewer. Tier kFile: none.
   std::uint64_t optimizer = 0;
   // Gradients that wait for the update of their unit, in the gradient type. With K > 1 (Accumulate::kShard,
   // stages 1 to 3) micro-steps add up here, in fp32. Where parameters stay on the device, an updated 2-byte
@@ -146,8 +147,8 @@ struct HostBytes {
   // Tier kFile: buffers between files and the update. K > 1: the fp32 sum of one bucket. The model's size
   // does not change it.
   std::uint64_t staging = 0;
-  // ShardingOptions::save_async: a copy of the values that this rank saves, 12 bytes for each trainable
-  // element and the frozen ones in the parameter type.
+  // ShardingOptions::save_async: a copy of the values that this rank saves: master, m and v as they are kept,
+  // and the frozen elements in the parameter type.
   std::uint64_t saving = 0;
 
   std::uint64_t total() const { return optimizer + gradients + parameters + staging + saving; }
@@ -203,6 +204,12 @@ struct EvaluationBytes {
 // is aligned. Smaller: kernels that read 16 bytes at a time fail. Larger: more padding.
 inline constexpr std::uint64_t kParameterAlignment = 64;
 
+// The same with these options. With MomentFormat::kBlock8 no block of m and v spans two parameters, which may
+// differ in magnitude and in their parameter group.
+constexpr std::uint64_t parameter_alignment(const ShardingOptions& options) {
+  return options.moments == MomentFormat::kBlock8 ? kMomentBlockCount : kParameterAlignment;
+}
+
 // The flat buffer of a unit. It has two sections, trainable and then frozen, each padded to N * 512 elements
 // and cut into N equal slices, of which rank r owns slice r. Hybrid sharding cuts the same padded sections
 // into as many slices as an all-reduce group has ranks.
@@ -249,9 +256,11 @@ enum class Role : std::uint8_t {
   kGradients,       // The whole trainable section: stages 0 and 1.
   kAccumulator,     // The slice of the fp32 sum over micro-steps, on the device.
   kGradientShard,   // The slice of the reduced gradient: stages 2 and 3, without an accumulator.
-  kMaster,          // The updated range in fp32. In fp32 on the device, the parameters are the master.
+  kMaster,          // The updated range in fp32. Parameters on the device may be the master themselves: in
+                    // fp32, or without ShardingOptions::master_weights.
   kM,
   kV,
+  kAverage,         // The exponential moving average of the updated range's master, in fp32.
   kHostGradients,   // The updated range of the gradient on the host: offloaded units.
   kTrainableSlice,  // The offloaded trainable slice, in a 2-byte type. In fp32 it is the master.
   kFrozenSlice,     // The offloaded frozen slice.

@@ -25,6 +25,7 @@ enum class SavedField : std::uint8_t {
   kMaster,  // The fp32 weights, and the values of frozen parameters.
   kM,       // The optimizer's first and second moments; SGD and Lion have no v.
   kV,
+  kAverage,  // The moving average of the weights (ShardingOptions::ema).
 };
 
 struct SavedParameter {
@@ -34,9 +35,12 @@ struct SavedParameter {
   bool has_shape = false;            // It was declared.
   bool frozen = false;               // It has no m and v.
   bool has_v = false;
+  bool has_average = false;
 
-  // In fp32, with m and v.
-  std::uint64_t bytes() const { return count * 4 * (frozen ? 1 : has_v ? 3 : 2); }
+  // In fp32, with m, v and the average.
+  std::uint64_t bytes() const {
+    return count * 4 * (frozen ? 1 : 2 + (has_v ? 1 : 0) + (has_average ? 1 : 0));
+  }
 };
 
 struct SavedFile {

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "forebay/data_type.h"
+#include "forebay/moments.h"
 #include "forebay/optimizer.h"
 #include "forebay/span.h"
 #include "forebay/status.h"
@@ -60,6 +61,14 @@ struct ShardingOptions {
   DataType dtype = DataType::kFloat32;  // Type of parameters and gradients. 2-byte types get an fp32 master.
   // SGD and Lion have no v: 8 bytes of master and m for each element, where the formulas have 12.
   Optimizer optimizer = Optimizer::kAdamW;
+  // How m and v are kept between steps, on the device, on the host and in files. Formats narrower than fp32
+  // are rounded by dithering (moments.h). Each format gives its own result.
+  MomentFormat moments = MomentFormat::kFloat32;
+  // False: a bf16 parameter is its own master, rounded by dithering (HalfMaster). bf16 only.
+  bool master_weights = true;
+  // The decay of an exponential moving average of the masters, up to below 1; 0: none. It is in fp32, lies
+  // where m and v lie, and every applied step moves it: average = fma(1 - ema, master - average, average).
+  double ema = 0.0;
   // K: forward and backward passes per step. In recorded order it is the most; step() takes those that were.
   int micro_steps = 1;
   // Forward passes that run ahead of an earlier micro-step's backward pass (engine.h). At stage 3 they change
@@ -123,7 +132,8 @@ using OptionMember =
     std::variant<int ShardingOptions::*, bool ShardingOptions::*, double ShardingOptions::*,
                  std::uint64_t ShardingOptions::*, DataType ShardingOptions::*, Accumulate ShardingOptions::*,
                  Offload ShardingOptions::*, Tier ShardingOptions::*, Average ShardingOptions::*,
-                 OrderOfUnits ShardingOptions::*, Optimizer ShardingOptions::*>;
+                 OrderOfUnits ShardingOptions::*, Optimizer ShardingOptions::*,
+                 MomentFormat ShardingOptions::*>;
 
 struct OptionRow {
   const char* name;     // As on command lines, without dashes: "micro-steps".
