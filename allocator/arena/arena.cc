@@ -259,6 +259,7 @@ void ChunkedArena::remove_pending(Range* range) {
 void ChunkedArena::take_free(Range* range) {
   bins_of(range->region, range->waits).remove(range);
   --free_count_;
+  ++free_changes_;
   if (range->waits != 0) remove_pending(range);
 }
 
@@ -285,6 +286,7 @@ void ChunkedArena::put_free(Range* range) {
   if (range->waits == 0) range->epoch = 0;
   bins_of(range->region, range->waits).insert(range);
   ++free_count_;
+  ++free_changes_;
   if (range->waits != 0) push_pending(range);
 }
 
@@ -507,10 +509,14 @@ void ChunkedArena::discharge(Tag tag, unsigned stream, std::size_t bytes, std::s
 // Whether so much more is held than was ever live that placing a step anew pays. True once for each high
 // water: a second time would not help. True also when nothing is live for the first time since a loop was
 // refined: a program that starts again would fill the memory that the loop left in another order, and mix its
-// placements with those of the loop's record.
+// placements with those of the loop's record. And true when a pass after a refining has ended that was as
+// large as the ones before: it tells whether refining was better.
 bool ChunkedArena::worth_refining() const {
-  if (refined_in_loop_ && total_.live_bytes == 0 && capturing_count_ == 0) return true;
   const std::size_t high_bytes = high_water();
+  if (total_.live_bytes == 0 && capturing_count_ == 0) {
+    if (refined_in_loop_) return true;
+    if (earlier_ != nullptr && total_.reserved_bytes >= high_bytes - high_bytes / kRefineAgain) return true;
+  }
   // A run that is placed as an earlier one was has nothing to gain.
   if (learned_ != nullptr && total_.reserved_bytes <= learned_->held_bytes &&
       high_bytes >= learned_->peak_live_bytes - learned_->peak_live_bytes / kRefineAgain) {
@@ -758,7 +764,11 @@ Result<DevicePtr> ChunkedArena::allocate(const AllocationRequest& request) {
     lock.unlock();
     return allocate_slowly(placement, 0);
   }
-  placement.known = steps_.find(placement.bytes, total_.live_bytes, placement.region);
+  // With nothing live a step begins.
+  const bool same_stream = placement.stream == latest_stream_ || total_.live_bytes == 0;
+  placement.kind = std::uint64_t{placement.region} << 1 | (same_stream ? 1 : 0);
+  latest_stream_ = placement.stream;
+  placement.known = steps_.find(placement.bytes, total_.live_bytes, placement.kind);
   const std::uint64_t key = steps_.key();
   for (bool settled = stream_count_ <= 1;;) {
     // May have become false while mutex_ was released. The slow path then says why.
@@ -906,6 +916,16 @@ ArenaStatistics ChunkedArena::statistics(Stream stream) const {
   return index == kNoStream ? ArenaStatistics() : streams_[index].account;
 }
 
+ArenaMappings ChunkedArena::mappings() const {
+  Lock lock(mutex_);
+  return {mapping_count_, mappings_max_, dropped_mapping_count_};
+}
+
+void ChunkedArena::set_mappings_max(std::size_t most) {
+  Lock lock(mutex_);
+  mappings_max_ = most;
+}
+
 void ChunkedArena::reset_peaks() {
   Lock lock(mutex_);
   const auto reset = [](ArenaStatistics& statistics) {
@@ -928,6 +948,14 @@ std::size_t saturating_multiply(std::size_t a, std::size_t b) {
 }
 
 }  // namespace
+
+ArenaMappings mappings_of(const Arena& arena) {
+  return static_cast<const internal::ChunkedArena&>(arena).mappings();
+}
+
+void limit_mappings(Arena& arena, std::size_t most) {
+  static_cast<internal::ChunkedArena&>(arena).set_mappings_max(most);
+}
 
 Result<std::unique_ptr<Arena>> Arena::create(Backend& backend, const ArenaOptions& options) {
   const Capabilities& capabilities = backend.capabilities();

@@ -15,6 +15,7 @@
 #include <string>
 #include <vector>
 
+#include "allocator/arena/arena_mappings.h"
 #include "allocator/arena/chunk_book.h"
 #include "allocator/arena/learned.h"
 #include "allocator/arena/range.h"
@@ -72,6 +73,7 @@ struct Placement {
   std::uint8_t region = kTransientRegion;
   Tag tag = 0;
   bool fixed = false;
+  std::uint64_t kind = 0;                    // For StepMemory: the region, and whether the stream changes.
   std::size_t known = StepMemory::kUnknown;  // The offset of the same point of an earlier step.
 };
 
@@ -232,6 +234,8 @@ class ChunkedArena final : public Arena {
   Status learn_begin() override;
   Result<std::string> learn_end() override;
   std::size_t chunk_bytes() const noexcept override { return chunk_bytes_; }
+  ArenaMappings mappings() const;
+  void set_mappings_max(std::size_t most);
 
  private:
   using Lock = std::unique_lock<std::mutex>;
@@ -361,6 +365,7 @@ class ChunkedArena final : public Arena {
   Outcome stitch_again(Miss& miss);
   Result<DevicePtr> finish(Miss& miss, std::uint64_t key);
   bool reserve_books(Lock& lock, std::size_t bytes);
+  void limit_mappings(Lock& lock, const Placement& placement);
 
   // Placements of an earlier run (arena/learned.cc).
   void note_placement(const Placement& placement, std::size_t offset);
@@ -371,6 +376,8 @@ class ChunkedArena final : public Arena {
   bool map_learned_row(Lock& lock, const Placement& placement, std::size_t begin, std::size_t end,
                        const std::vector<std::uint32_t>& chunks);
 
+  void keep_earlier(Lock& lock);
+  void return_to_earlier(Lock& lock);
   // Stitching (arena/stitch.cc).
   struct StitchSearch;
   bool choose_stitch(const Placement& placement, std::size_t room_bytes, Stitch* stitch);
@@ -481,6 +488,9 @@ class ChunkedArena final : public Arena {
   std::vector<Extent> extents_;
   std::vector<Extent> views_;
   std::vector<Extent> wholes_, heads_, tails_;
+  std::vector<Extent> sort_scratch_;
+  std::vector<Extent> own_extents_, other_extents_;  // Extents of the request's region; of the other.
+  std::uint64_t own_gathered_at_ = 0;                // The value of free_changes_ then; 0: not in this miss.
   std::vector<WholeChunks> whole_groups_;
   std::size_t gather_max_ = kMissScanMax;  // SIZE_MAX: before a request is refused.
   bool gathered_all_ = true;               // The latest gather left no range out.
@@ -498,8 +508,11 @@ class ChunkedArena final : public Arena {
   std::uint32_t spares_ = kNone;
   std::size_t chunk_count_ = 0;
   std::size_t mapping_count_ = 0;
+  std::size_t mappings_max_ = ArenaMappings().most;
+  std::uint64_t dropped_mapping_count_ = 0;
   std::size_t mappings_to_keep_ = 0;  // Stale mappings are kept while there are at most this many in all.
   std::size_t free_count_ = 0;        // Free ranges.
+  std::uint64_t free_changes_ = 1;    // How often a range became free or was taken.
   std::uint32_t stamp_ = 0;
   Shown shown_[kShownMax];  // The latest result of shows_free.
   RangePool pool_;
@@ -510,6 +523,7 @@ class ChunkedArena final : public Arena {
     struct LearnedChunk {
       std::size_t bytes = 0;
       std::uint32_t index = kNone;  // Into chunks_, if its `learned` says so too.
+      std::uint32_t counted = 0;    // Scratch of map_as_learned: a value of stamp_.
     };
     std::vector<LearnedChunk> chunks;
     std::vector<LearnedMapping> mappings;  // In the order of addresses.
@@ -521,6 +535,12 @@ class ChunkedArena final : public Arena {
     std::size_t mapping_at(std::size_t offset) const;
   };
   std::unique_ptr<Learned> learned_;
+  // The placements before the latest refining, until it is known whether that was better.
+  struct Earlier {
+    StepMemory steps;
+    Learned placed;
+  };
+  std::unique_ptr<Earlier> earlier_;
   std::unique_ptr<std::vector<LearnedPlacement>> noted_;  // Since learn_begin; null: nothing is noted.
   struct FreeDeleter {
     void operator()(void* memory) const noexcept { std::free(memory); }
@@ -537,6 +557,7 @@ class ChunkedArena final : public Arena {
   std::uint64_t epoch_ = 1;
   unsigned stream_count_ = 0;  // Entries of streams_ in use or used once.
   unsigned capturing_count_ = 0;
+  unsigned latest_stream_ = kNoStream;  // That of the latest request.
   unsigned unsettled_free_count_ = 0;
   StreamState streams_[kStreamLimit];
   unsigned tag_count_ = 1;

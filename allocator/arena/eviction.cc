@@ -285,8 +285,10 @@ void ChunkedArena::unmap_stale(Lock& lock, std::size_t begin, std::size_t end) {
 // than was ever live at once, everything that is free goes back to the device, and the next step is placed
 // anew in smallest chunks. They can stand for each other; the larger chunks of the first steps cannot.
 // Costs the driver calls of a cold start, once. While queued work may still use most of the free memory,
-// nothing is done after kRefinePatience, and later attempts become rarer.
+// nothing is done after kRefinePatience, and later attempts become rarer. If the pass that is placed anew
+// needs more memory than the ones before, at its end the arena returns to their placements.
 void ChunkedArena::refine() {
+  std::unique_ptr<Earlier> outdated;  // Freed without a lock.
   const auto deadline = std::chrono::steady_clock::now() + kRefinePatience;
   std::unique_lock growth(growth_mutex_, std::defer_lock);
   Lock lock(mutex_, std::defer_lock);
@@ -295,6 +297,11 @@ void ChunkedArena::refine() {
     growth.lock();
     lock.lock();
     if (!refine_due_ || !worth_refining()) return;
+    if (earlier_ != nullptr && (total_.reserved_bytes <= earlier_->placed.held_bytes || !refined())) {
+      outdated = std::move(earlier_);
+      refine_due_ = worth_refining();
+      if (!refine_due_) return;
+    }
     std::size_t evictable_bytes = 0;
     for (std::uint32_t i = 0; i < chunks_.size(); ++i) {
       if (evictable(i)) evictable_bytes += chunks_[i].bytes;
@@ -312,6 +319,12 @@ void ChunkedArena::refine() {
   }
   refine_due_ = false;
   refine_pause_ = 0;
+  if (earlier_ != nullptr) {
+    return_to_earlier(lock);
+    return;
+  }
+  // A loop's record does not begin at the beginning of the program.
+  if (total_.live_bytes == 0 && !refined_in_loop_) keep_earlier(lock);
   refined_bytes_ = high_water();
   refined_in_loop_ = total_.live_bytes != 0;
   ++total_.refinement_count;

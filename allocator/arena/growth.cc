@@ -13,8 +13,8 @@ namespace {
 // more driver calls.
 constexpr std::size_t kEarlyChunkFraction = 512;
 constexpr std::size_t kLateChunkFraction = 1024;
-// The bounds of such a chunk. A call takes longer than its bytes below the lower one.
-constexpr std::size_t kTransientChunkMin = 4_MiB;
+// The bounds of such a chunk.
+constexpr std::size_t kTransientChunkMin = 2_MiB;
 constexpr std::size_t kTransientChunkMax = 128_MiB;
 // The largest chunk for persistent blocks. The bound lets a device that is almost full serve part of a
 // request.
@@ -127,9 +127,13 @@ Status ChunkedArena::grow(Lock& lock, const Placement& placement, bool freely, R
   const bool upwards = site.begin + missing_bytes < site.hole->end();
   bool grows = freely || worth_growing(placement, missing_bytes, false);
   if (upwards && placement.region != kPersistentRegion && !exact_growth_ && !under_pressure()) {
-    // Ahead: as much as is still worth it.
-    for (std::size_t bytes = growth_bytes_; bytes > missing_bytes;
-         bytes = bytes / 2 / chunk_bytes_ * chunk_bytes_) {
+    // Ahead: as much as is still worth it, in as many whole blocks as it holds, so that each has chunks of
+    // its own.
+    const std::size_t unit_bytes = placement.bytes % chunk_bytes_ == 0 ? placement.bytes : chunk_bytes_;
+    for (std::size_t part_bytes = growth_bytes_; part_bytes > missing_bytes;
+         part_bytes = part_bytes / 2 / chunk_bytes_ * chunk_bytes_) {
+      const std::size_t bytes = part_bytes / unit_bytes * unit_bytes;
+      if (bytes <= missing_bytes) break;
       if (bytes > room_bytes || site.begin + bytes > site.hole->end()) continue;
       if (!worth_growing(placement, bytes, true)) continue;
       site.end = site.begin + bytes;

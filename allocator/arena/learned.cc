@@ -14,7 +14,7 @@ namespace internal {
 
 namespace {
 
-constexpr std::string_view kVersion = "1\n";
+constexpr std::string_view kVersion = "2\n";
 // Neighbours that are always mapped together become one chunk, up to this. Larger: fewer driver calls.
 // Smaller: a program that goes another way can use more of the memory elsewhere.
 constexpr std::size_t kLearnedChunkMax = 32_MiB;
@@ -95,7 +95,7 @@ bool is_possible(const LearnedPlacements& learned) {
   return std::all_of(learned.placements.begin(), learned.placements.end(), [&](const LearnedPlacement& one) {
     return one.bytes != 0 && one.bytes <= learned.reserve_bytes &&
            one.offset <= learned.reserve_bytes - one.bytes && one.live_bytes <= learned.reserve_bytes &&
-           one.region < kRegionCount;
+           one.kind < 2 * kRegionCount;
   });
 }
 
@@ -123,7 +123,7 @@ std::string LearnedPlacements::encode() const {
   for (const LearnedPlacement& placement : placements) {
     put_bytes(placement.bytes);
     put_bytes(placement.live_bytes);
-    put(placement.region, &body);
+    put(placement.kind, &body);
     put_bytes(placement.offset);
   }
   std::string text;
@@ -166,7 +166,7 @@ Result<LearnedPlacements> LearnedPlacements::decode(std::string_view text) {
   for (LearnedPlacement& placement : learned.placements) {
     placement.bytes = reader.bytes();
     placement.live_bytes = reader.bytes();
-    placement.region = reader.next();
+    placement.kind = reader.next();
     placement.offset = reader.bytes();
   }
   if (!reader.at_end() || !is_possible(learned)) return damaged;
@@ -222,7 +222,7 @@ Status ChunkedArena::learn_begin() {
 
 void ChunkedArena::note_placement(const Placement& placement, std::size_t offset) {
   if (noted_->size() == StepMemory::kLearnedMax) return;
-  noted_->push_back({placement.bytes, total_.live_bytes, placement.region, offset});
+  noted_->push_back({placement.bytes, total_.live_bytes, placement.kind, offset});
 }
 
 Result<std::string> ChunkedArena::learn_end() {
@@ -290,7 +290,7 @@ Result<std::string> ChunkedArena::learn_end() {
 // Called once, before the first request.
 void ChunkedArena::follow(LearnedPlacements learned) {
   for (const LearnedPlacement& one : learned.placements) {
-    (void)steps_.find(one.bytes, one.live_bytes, one.region);
+    (void)steps_.find(one.bytes, one.live_bytes, one.kind);
     steps_.store(one.bytes, one.offset);
   }
   learned_.reset(new (std::nothrow) Learned);
@@ -363,10 +363,13 @@ bool ChunkedArena::map_as_learned(Lock& lock, const Placement& placement, std::s
                                   std::size_t end) {
   const std::vector<LearnedMapping>& mappings = learned_->mappings;
   const std::size_t first = learned_->mapping_at(begin);
+  const std::uint32_t stamp = ++stamp_;
   std::size_t last = first;
   std::size_t new_bytes = 0;
   for (; last < mappings.size() && mappings[last].offset < end; ++last) {
     if (range_at(mappings[last].offset) != nullptr) continue;
+    std::uint32_t& counted = learned_->chunks[mappings[last].chunk].counted;
+    if (std::exchange(counted, stamp) == stamp) continue;
     if (learned_chunk(mappings[last].chunk) == kNone) new_bytes += learned_->bytes_of(mappings[last]);
   }
   if (total_.reserved_bytes + new_bytes > std::min(limit_bytes_, learned_->held_bytes)) return false;
@@ -434,6 +437,57 @@ bool ChunkedArena::map_learned_row(Lock& lock, const Placement& placement, std::
     }
   }
   return true;
+}
+
+// --- returning from a refining -----------------------------------
+
+// Keeps the record, and the mappings that its addresses show. Nothing is kept if the host has no memory, or
+// beside private regions, whose chunks are no others'. Both locks held, nothing live; releases mutex_
+// meanwhile.
+void ChunkedArena::keep_earlier(Lock& lock) {
+  for (const PrivateRegion& region : private_regions_) {
+    if (region.use != PrivateRegion::Use::kNone) return;
+  }
+  lock.unlock();
+  std::unique_ptr<Earlier> earlier(new (std::nothrow) Earlier);
+  if (earlier != nullptr && !earlier->steps.start()) earlier.reset();
+  if (earlier != nullptr) {
+    earlier->placed.chunks.reserve(chunk_count_);
+    earlier->placed.mappings.reserve(mapping_count_);
+  }
+  lock.lock();
+  if (earlier == nullptr || total_.live_bytes != 0) return;
+  Learned& placed = earlier->placed;
+  for (std::uint32_t i = 0; i < chunks_.size(); ++i) {
+    if (!evictable(i)) continue;
+    const auto index = static_cast<std::uint32_t>(placed.chunks.size());
+    for (std::uint32_t j = chunks_[i].first_mapping; j != kNone; j = mappings_[j].next) {
+      placed.mappings.push_back({mappings_[j].offset, index});
+    }
+    placed.chunks.push_back({chunks_[i].bytes, kNone});
+    placed.held_bytes += chunks_[i].bytes;
+  }
+  std::sort(placed.mappings.begin(), placed.mappings.end(),
+            [](const LearnedMapping& a, const LearnedMapping& b) { return a.offset < b.offset; });
+  placed.peak_live_bytes = high_water();
+  earlier->steps.swap(steps_);
+  earlier_ = std::move(earlier);
+}
+
+// Makes all mappings that were kept, so that the next pass makes no driver call. Both locks held, nothing
+// live; releases mutex_ meanwhile.
+void ChunkedArena::return_to_earlier(Lock& lock) {
+  give_back_all_free(lock);
+  std::unique_ptr<Earlier> earlier = std::move(earlier_);
+  steps_.swap(earlier->steps);
+  learned_.reset(new (std::nothrow) Learned(std::move(earlier->placed)));
+  lock.unlock();
+  earlier.reset();
+  lock.lock();
+  if (learned_ == nullptr || learned_->mappings.empty()) return;
+  Placement all;
+  if (reserve_books(lock, learned_->mappings.size() * chunk_bytes_))
+    (void)map_as_learned(lock, all, learned_->mappings.front().offset, reserve_bytes_);
 }
 
 }  // namespace internal

@@ -22,7 +22,7 @@ inline constexpr std::string_view kLearnedHeadline = "forebay learned placements
 struct LearnedPlacement {
   std::size_t bytes = 0;
   std::size_t live_bytes = 0;  // Before it.
-  std::size_t region = 0;
+  std::size_t kind = 0;
   std::size_t offset = 0;
 };
 

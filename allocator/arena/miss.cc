@@ -9,7 +9,8 @@ namespace forebay::internal {
 namespace {
 
 // Shadow mappings are kept until there are this many mappings for each chunk, and kMappingsMin in all.
-// Smaller: a long program that repeats has to map again. Larger: more host memory, about 200 bytes each.
+// Larger: more host memory, about 200 bytes each, and a miss looks at more addresses of a chunk. Smaller: the
+// first pass of a long program loses addresses that the next one could use.
 constexpr std::size_t kMappingsPerChunk = 32;
 constexpr std::size_t kMappingsMin = 8192;
 
@@ -82,13 +83,10 @@ Result<DevicePtr> ChunkedArena::allocate_slowly(const Placement& placement, std:
         ": its tag was paused, or its capture released, meanwhile; resume it, or use another tag or stream");
   }
   recover_stranded(lock);
-  if (mapping_count_ > std::max({kMappingsMin, kMappingsPerChunk * chunk_count_, mappings_to_keep_})) {
-    drop_stale_mappings(lock);
-    // If most are in use, the next walk over all of them waits until there are as many again.
-    mappings_to_keep_ = 2 * mapping_count_;
-  }
+  limit_mappings(lock, placement);
   if (!reserve_books(lock, placement.bytes)) return no_books();
   gather_max_ = kMissScanMax;
+  own_gathered_at_ = 0;
   Miss miss{lock, placement};
   Outcome outcome = Outcome::kNext;
   if (placement.fixed) {
@@ -106,6 +104,23 @@ Result<DevicePtr> ChunkedArena::allocate_slowly(const Placement& placement, std:
   }
   lock.unlock();
   return out_of_memory("allocate", placement.bytes, placement.tag, placement, miss.device_full);
+}
+
+// Unmaps addresses that own no memory if there are too many mappings. A step that is known to come again gets
+// as many as it needs, up to mappings_max_, since it would map again in each repeat. Both locks held; may
+// release mutex_.
+void ChunkedArena::limit_mappings(Lock& lock, const Placement& placement) {
+  const std::size_t usual_count = std::max(kMappingsMin, kMappingsPerChunk * chunk_count_);
+  if (mapping_count_ <= std::max(std::min(usual_count, mappings_max_), mappings_to_keep_)) return;
+  if (placement.known != StepMemory::kUnknown && mapping_count_ < mappings_max_) {
+    mappings_to_keep_ = std::min(2 * mapping_count_, mappings_max_);
+    return;
+  }
+  const std::size_t before_count = mapping_count_;
+  drop_stale_mappings(lock);
+  dropped_mapping_count_ += before_count - mapping_count_;
+  // If most are in use, the next walk over all of them waits until there are as many again.
+  mappings_to_keep_ = 2 * mapping_count_;
 }
 
 // A free range in no bin for a request that does not have to wait until another thread has mapped memory.
@@ -235,6 +250,7 @@ ChunkedArena::Outcome ChunkedArena::serve_by_growing(Miss& miss) {
 ChunkedArena::Outcome ChunkedArena::serve_by_evicting(Miss& miss) {
   if (!evict_all(miss.lock) && gathered_all_) return Outcome::kNext;
   gather_max_ = SIZE_MAX;
+  own_gathered_at_ = 0;
   const Outcome outcome = stitch_again(miss);
   return outcome == Outcome::kNext ? take_grown(miss, true) : outcome;
 }
@@ -262,7 +278,8 @@ bool ChunkedArena::reserve_books(Lock& lock, std::size_t bytes) {
     if ((chunks && chunks_.full()) || (mappings && mappings_.full())) return false;
     lock.unlock();
     if (extents) {
-      for (std::vector<Extent>* scratch : {&extents_, &views_, &wholes_, &heads_, &tails_})
+      for (std::vector<Extent>* scratch :
+           {&extents_, &views_, &wholes_, &heads_, &tails_, &sort_scratch_, &own_extents_, &other_extents_})
         scratch->reserve(2 * extent_count);
       whole_groups_.reserve(2 * extent_count);
       origins_.reserve(2 * extent_count);

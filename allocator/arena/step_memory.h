@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <memory>
+#include <utility>
 
 namespace forebay::internal {
 
@@ -32,27 +33,31 @@ class StepMemory {
   // in no order, so they are touched here. Each set of the index is one cache line.
   bool start() noexcept {
     record_ = static_cast<Entry*>(std::calloc(kRecordCount, sizeof(Entry)));
-    index_ = static_cast<Point*>(std::aligned_alloc(kWays * sizeof(Point), kIndexCount * sizeof(Point)));
+    index_ = static_cast<Point*>(
+        std::aligned_alloc(kWays * sizeof(Point), (kIndexCount + kBeginningCount) * sizeof(Point)));
     if (record_ == nullptr || index_ == nullptr) return false;
-    std::uninitialized_fill_n(index_, kIndexCount, Point());
+    std::uninitialized_fill_n(index_, kIndexCount + kBeginningCount, Point());
     return true;
   }
 
-  // The offset at which the same point was placed before, or kUnknown. `region`: the request's. Its stream
-  // does not count: a run may have other streams than the one whose placements were learnt. store follows if
-  // the request is served.
-  std::size_t find(std::size_t bytes, std::size_t live_bytes, std::uint64_t region) noexcept {
+  // The offset at which the same point was placed before, or kUnknown. `kind`: the request's region, and
+  // whether its stream is another than that of the request before. The streams themselves may differ from run
+  // to run. store follows if the request is served.
+  std::size_t find(std::size_t bytes, std::size_t live_bytes, std::uint64_t kind) noexcept {
     // Nothing is live: the beginning of a step, independent of earlier requests.
     if (live_bytes == 0) recent_ = 0;
-    key_ = mix(recent_ ^ mix(bytes * 0x9E3779B97F4A7C15ull ^ live_bytes) ^ region << 56);
-    if (live_bytes == 0) key_ &= ~kUnindexed;
+    key_ = mix(recent_ ^ mix(bytes * 0x9E3779B97F4A7C15ull ^ live_bytes) ^ kind << 56);
+    key_ &= ~kBeginning;
+    if (live_bytes == 0) key_ = (key_ & ~kUnindexed) | kBeginning;
     const bool followed = holds(cursor_);
     if (!followed || live_bytes == 0) {
-      // At the beginning of a step its latest record counts; an older one may name memory that is gone. Later
-      // in a step the latest record may be an earlier point of the same step.
+      // At the beginning of a step its latest record counts; an older one may name memory that is gone. But
+      // another step may begin alike: while the record is followed, the latest one must come after the same
+      // request too. Later in a step the latest record may be an earlier point of the same step.
       const std::uint32_t position = indexed_position();
       const bool found = holds(position);
-      if (found && position != cursor_) {
+      const bool proven = followed && followed_count_ > kDoubt;
+      if (found && position != cursor_ && (!proven || check_at(position - 1) == check_at(end_ - 1))) {
         cursor_ = position;
         lap_end_ = end_;
         lap_count_ = 0;
@@ -90,6 +95,17 @@ class StepMemory {
     lap_count_ = 0;
     recent_ = 0;
   }
+  void swap(StepMemory& other) noexcept {
+    std::swap(record_, other.record_);
+    std::swap(index_, other.index_);
+    std::swap(recent_, other.recent_);
+    std::swap(key_, other.key_);
+    std::swap(end_, other.end_);
+    std::swap(cursor_, other.cursor_);
+    std::swap(followed_count_, other.followed_count_);
+    std::swap(lap_end_, other.lap_end_);
+    std::swap(lap_count_, other.lap_count_);
+  }
   std::uint64_t key() const noexcept { return key_; }
   // Sets the request that store records, since find may have been called for another one meanwhile.
   void set_key(std::uint64_t key) noexcept { key_ = key; }
@@ -106,13 +122,21 @@ class StepMemory {
   // 4 and 1 MiB of memory. A step of more requests than the record holds is served by searching.
   static constexpr std::size_t kRecordCount = kLearnedMax + 1;
   static constexpr std::size_t kIndexCount = std::size_t{1} << 17;
+  static constexpr std::size_t kBeginningCount = 512;
   static constexpr std::size_t kWays = 8;
   static constexpr std::uint32_t kNowhere = UINT32_MAX;
   static constexpr std::uint32_t kDoubt = 8;
   // Points whose key has none of these bits set are indexed: one of eight, and the beginning of each step.
   static constexpr std::uint64_t kUnindexed = std::uint64_t{7} << 61;
+  // In the key of the beginning of a step. Beginnings have sets of their own, behind the others: without its
+  // beginning a step would not be recognised.
+  static constexpr std::uint64_t kBeginning = std::uint64_t{1} << 60;
 
-  Point* set() const noexcept { return index_ + (key_ >> 32 & (kIndexCount / kWays - 1)) * kWays; }
+  Point* set() const noexcept {
+    const bool begins = (key_ & kBeginning) != 0;
+    const std::size_t set_count = (begins ? kBeginningCount : kIndexCount) / kWays;
+    return index_ + (begins ? kIndexCount : 0) + (key_ >> 32 & (set_count - 1)) * kWays;
+  }
   // The point's latest entry in the record, or kNowhere.
   std::uint32_t indexed_position() const noexcept {
     const Point* point = set();
@@ -139,11 +163,13 @@ class StepMemory {
   }
   bool indexed() const noexcept { return (key_ & kUnindexed) == 0; }
   std::uint32_t check() const noexcept { return static_cast<std::uint32_t>(key_) | 1; }
+  std::uint32_t check_at(std::uint32_t position) const noexcept {
+    return record_[position & (kRecordCount - 1)].check;
+  }
   // Whether that entry of the record still exists and belongs to the current point.
   bool holds(std::uint32_t position) const noexcept {
     const std::uint32_t age = end_ - position;
-    return position != kNowhere && age > 0 && age < kRecordCount &&
-           record_[position & (kRecordCount - 1)].check == check();
+    return position != kNowhere && age > 0 && age < kRecordCount && check_at(position) == check();
   }
 
   Entry* record_ = nullptr;

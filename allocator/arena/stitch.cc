@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "allocator/arena/chunked_arena.h"
+#include "allocator/arena/sort_by_key.h"
 
 namespace forebay::internal {
 
@@ -14,7 +15,7 @@ namespace {
 // chunks; with a larger one whole chunks are used up first.
 constexpr double kGrowthWeight = 16;
 constexpr double kSharingWeight = 0.5;
-// Heads and tails looked at, of different sizes. More: slower, and no better.
+// Heads and tails looked at. More: slower, and no better.
 constexpr std::size_t kHeadsMax = 256;
 constexpr std::size_t kTailsMax = 2;
 
@@ -68,14 +69,18 @@ struct ChunkedArena::StitchSearch {
       arena.wholes_.push_back({i, 0, arena.chunks_[i].bytes});
     }
     for (const Extent& whole : arena.wholes_) arena.chunks_[whole.chunk].breakable = -1;
-    const auto shorter = [](const Extent& a, const Extent& b) {
-      return a.bytes() != b.bytes() ? a.bytes() < b.bytes() : a.chunk < b.chunk;
+    // The extents come in the order of their chunks.
+    std::reverse(arena.wholes_.begin(), arena.wholes_.end());
+    const auto below_largest = [this](const Extent& whole) -> std::uint64_t {
+      return (arena.largest_chunk_bytes_ - whole.bytes()) / granule;
     };
-    std::sort(arena.wholes_.begin(), arena.wholes_.end(),
-              [&](const Extent& a, const Extent& b) { return shorter(b, a); });
+    const auto later_chunk = [](const Extent& a, const Extent& b) { return a.chunk > b.chunk; };
+    sort_by_key(arena.wholes_, arena.sort_scratch_, below_largest, later_chunk);
     group_wholes();
-    std::sort(arena.heads_.begin(), arena.heads_.end(), shorter);
-    std::sort(arena.tails_.begin(), arena.tails_.end(), shorter);
+    const auto blocks = [](const Extent& part) -> std::uint64_t { return part.bytes() / kBlockGranule; };
+    const auto earlier_chunk = [](const Extent& a, const Extent& b) { return a.chunk < b.chunk; };
+    for (std::vector<Extent>* parts : {&arena.heads_, &arena.tails_})
+      sort_by_key(*parts, arena.sort_scratch_, blocks, earlier_chunk);
   }
 
   // A chunk must not be shown twice in one stitch. The chunks that its beginning shows are stamped.
@@ -216,12 +221,13 @@ struct ChunkedArena::StitchSearch {
     stamp_shown(0, 0);
     try_tails({});
     if (placement.alignment > kBlockGranule) return;
-    std::size_t head_count = 0;
+    // The longest ones: a head that is used up is gained.
+    const std::vector<Extent>& heads = arena.heads_;
     std::size_t last_bytes = 0;
-    for (const Extent& head : arena.heads_) {
-      if (head.bytes() == last_bytes || ++head_count > kHeadsMax) continue;
-      last_bytes = head.bytes();
-      try_tails({nullptr, 0, &head});
+    for (std::size_t i = heads.size() - std::min(heads.size(), kHeadsMax); i < heads.size(); ++i) {
+      if (heads[i].bytes() == last_bytes) continue;
+      last_bytes = heads[i].bytes();
+      try_tails({nullptr, 0, &heads[i]});
     }
   }
 

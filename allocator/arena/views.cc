@@ -1,8 +1,10 @@
 // Several addresses may show the same memory. This file finds addresses that can serve a request and hands
 // memory from one address to another. mutex_ is held throughout; no driver call is made.
 #include <algorithm>
+#include <bit>
 
 #include "allocator/arena/chunked_arena.h"
+#include "allocator/arena/sort_by_key.h"
 
 namespace forebay::internal {
 
@@ -211,25 +213,39 @@ Range* ChunkedArena::own_here(std::size_t begin, std::size_t end, const Placemen
 // ranges of each class. Leaves out extents that can neither hold the block nor be joined to another chunk's.
 // Room has been made. True if the other region had some. growth_mutex_ held too.
 bool ChunkedArena::gather(const Placement& placement, bool own_region_only) {
-  extents_.clear();
-  const auto add = [this](const Range* range) {
-    for (std::size_t offset = range->offset; offset < range->end();) {
-      const Mapping& here = mappings_[granules_.find(offset)->mapping];
-      const std::size_t to = std::min(range->end() - here.offset, chunks_[here.chunk].bytes);
-      extents_.push_back({here.chunk, offset - here.offset, to});
-      offset = here.offset + to;
-    }
+  const auto add_ranges = [&](std::uint8_t region, std::vector<Extent>& extents) {
+    extents.clear();
+    const bool all = for_each_usable(placement, region, gather_max_, [&](const Range* range) {
+      for (std::size_t offset = range->offset; offset < range->end();) {
+        const Mapping& here = mappings_[granules_.find(offset)->mapping];
+        const std::size_t to = std::min(range->end() - here.offset, chunks_[here.chunk].bytes);
+        extents.push_back({here.chunk, offset - here.offset, to});
+        offset = here.offset + to;
+      }
+    });
+    const auto chunk = [](const Extent& extent) -> std::uint64_t { return extent.chunk; };
+    const auto before = [](const Extent& a, const Extent& b) { return a.begin < b.begin; };
+    sort_by_key(extents, sort_scratch_, chunk, before);
+    return all;
   };
-  gathered_all_ = for_each_usable(placement, placement.region, gather_max_, add);
-  const std::size_t own_count = extents_.size();
+  // A miss gathers the request's own region first, then both. Most often nothing has changed in between.
+  const bool own_gathered = own_gathered_at_ == free_changes_;
+  if (!own_gathered) {
+    gathered_all_ = add_ranges(placement.region, own_extents_);
+    own_gathered_at_ = free_changes_;
+  }
+  other_extents_.clear();
   if (!own_region_only && placement.region < kSharedRegionCount) {
     const auto other = static_cast<std::uint8_t>(1 - placement.region);
-    gathered_all_ = for_each_usable(placement, other, gather_max_, add) && gathered_all_;
+    gathered_all_ = add_ranges(other, other_extents_) && gathered_all_;
   }
-  const bool found_more = extents_.size() > own_count;
-  std::sort(extents_.begin(), extents_.end(), [](const Extent& a, const Extent& b) {
-    return a.chunk != b.chunk ? a.chunk < b.chunk : a.begin < b.begin;
-  });
+  if (own_gathered && other_extents_.empty()) return false;
+
+  extents_.resize(own_extents_.size() + other_extents_.size());
+  std::merge(own_extents_.begin(), own_extents_.end(), other_extents_.begin(), other_extents_.end(),
+             extents_.begin(), [](const Extent& a, const Extent& b) {
+               return a.chunk != b.chunk ? a.chunk < b.chunk : a.begin < b.begin;
+             });
   std::size_t count = 0;
   for (std::size_t i = 0; i < extents_.size();) {
     Extent extent = extents_[i++];
@@ -241,7 +257,7 @@ bool ChunkedArena::gather(const Placement& placement, bool own_region_only) {
     extents_[count++] = extent;
   }
   extents_.resize(count);
-  return found_more;
+  return !other_extents_.empty();
 }
 
 // After gather: the shortest run of mapped addresses that show only gathered memory and can hold the block,
@@ -251,18 +267,24 @@ bool ChunkedArena::find_shown(const Placement& placement, std::size_t* start) {
   std::size_t gathered_bytes = 0;
   for (const Extent& extent : extents_) gathered_bytes += extent.bytes();
   if (gathered_bytes < placement.bytes) return false;
-  // All addresses that show gathered memory, in their order.
+  // All addresses that show gathered memory, in their order. Only stranded ones cannot be read.
+  const bool all_readable = stranded_count_ == 0;
   views_.clear();
   for (const Extent& extent : extents_) {
     std::size_t left = kViewsMax;
     for (std::uint32_t i = chunks_[extent.chunk].first_mapping; i != kNone && left > 0;
          i = mappings_[i].next, --left) {
       const std::size_t offset = mappings_[i].offset;
-      if (!readable(granules_.find(offset)->range) || views_.size() == views_.capacity()) continue;
+      if (views_.size() == views_.capacity()) break;
+      if (!all_readable && !readable(granules_.find(offset)->range)) continue;
       views_.push_back({extent.chunk, offset + extent.begin, offset + extent.end});
     }
   }
-  std::sort(views_.begin(), views_.end(), [](const Extent& a, const Extent& b) { return a.begin < b.begin; });
+  const auto granule = [shift = std::countr_zero(chunk_bytes_)](const Extent& view) -> std::uint64_t {
+    return view.begin >> shift;
+  };
+  const auto before = [](const Extent& a, const Extent& b) { return a.begin < b.begin; };
+  sort_by_key(views_, sort_scratch_, granule, before);
   std::size_t best_bytes = SIZE_MAX;
   std::size_t run_begin = 0;
   std::size_t run_end = SIZE_MAX;

@@ -144,7 +144,7 @@ TEST(LearnedPlacements, AreRefusedWhenTheyAreDamagedOrForeign) {
   EXPECT_NE(message("a 0 1024 0\n").find("none of `forebay replay --learn`"), std::string::npos);
   EXPECT_NE(message("").find("none of"), std::string::npos);
   std::string other = learned;
-  other.replace(other.find(" 1\n"), 3, " 2\n");
+  other.replace(other.find(" 2\n"), 3, " 1\n");
   EXPECT_NE(message(other).find("another version"), std::string::npos);
   std::mt19937 random(1);
   for (int i = 0; i < 200; ++i) {
