@@ -86,7 +86,7 @@ TEST(TablesOfCommands, ReplayFits) {
   figures.result.peak_requested_bytes = figures.result.peak_physical_bytes = 9'999'999'000'000;
   figures.result.first_pass_calls = {9'999'999, 9'999'999, 9'999'999, 9'999'999, 9'999'999};
   figures.result.steady_calls = figures.result.steady_chunks_moved = 99'999.9;
-  figures.result.times = {times, times, times, times};
+  figures.result.times = {times, times, times, times, times, times, times};
   figures.minimum_capacity_bytes = 9'999'999'000'000;
   ReplayReport report;
   report.trace = "/a/long/path/of/traces/of/a/large/model.trace";

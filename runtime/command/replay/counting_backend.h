@@ -1,5 +1,6 @@
 // CountingBackend: a Backend in front of another one that counts the calls which cost on a device, by kind,
-// and the bytes taken from it. So the figures of a replay mean the same on every backend.
+// the bytes taken from it, and the time in its calls. So the figures of a replay mean the same on every
+// backend.
 #pragma once
 
 #include <atomic>
@@ -37,6 +38,9 @@ class CountingBackend final : public ForwardingBackend {
   DriverCalls calls() const;
   // The sum of calls(); cheap enough to be asked around every allocation.
   std::uint64_t call_count() const noexcept { return call_count_.load(std::memory_order_relaxed); }
+  // Nanoseconds spent in those calls, in calls of events, and in counting. Measured after measure_time.
+  void measure_time() noexcept { is_timed_ = true; }
+  std::uint64_t call_ns() const noexcept { return call_ns_.load(std::memory_order_relaxed); }
   // Bytes of the chunks and blocks held now; the most since the last reset_peak.
   std::uint64_t held_bytes() const;
   std::uint64_t peak_held_bytes() const;
@@ -49,12 +53,19 @@ class CountingBackend final : public ForwardingBackend {
   Status set_access(DevicePtr address, std::size_t bytes) override;
   Result<DevicePtr> alloc(std::size_t bytes) override;
   Status free(DevicePtr address) override;
+  Result<Event> event_create() override;
+  Status event_record(Event event, Stream stream) override;
+  Result<bool> event_query(Event event) override;
 
  private:
+  class Timed;
+
   void count(std::uint64_t DriverCalls::*kind);
   void hold(std::uint64_t key, std::size_t bytes);
   void give_back(std::uint64_t key);
 
+  bool is_timed_ = false;
+  std::atomic<std::uint64_t> call_ns_{0};
   std::atomic<std::uint64_t> call_count_{0};
   mutable std::mutex mutex_;
   // Guarded by mutex_.

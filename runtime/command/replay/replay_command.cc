@@ -39,6 +39,7 @@ struct ReplayArguments {
   std::string report;  // A directory; empty: none.
   std::string learn;   // Files; empty: none.
   std::string learned;
+  std::size_t mappings_max = ArenaMappings().most;
   const CLI::Option* memory_option = nullptr;
 };
 
@@ -126,6 +127,7 @@ Result<ReplayFigures> replay_one(const AllocationTrace& trace, const ReplayArgum
   ReplayOptions options;
   options.passes = arguments.passes;
   options.learned = knowledge.learned;
+  options.mappings_max = arguments.mappings_max;
   options.learn = target == ReplayTarget::kArena ? knowledge.learn : nullptr;
   options.progress = [&](int pass, std::size_t event_count) {
     if (event_count != 0 && !progress.due()) return;
@@ -181,6 +183,7 @@ Result<ReplayReport> replay(const AllocationTrace& trace, const ReplayArguments&
   report.stream_count = trace.stream_count;
   report.notes = trace.notes;
   report.passes = arguments.passes;
+  report.mappings_max = arguments.mappings_max;
   report.cycle_ns = cycle_ns;
   FOREBAY_ASSIGN_OR_RETURN(
       report.arena, replay_one(trace, arguments, device, knowledge, ReplayTarget::kArena, progress, &report));
@@ -315,6 +318,9 @@ void add_replay_command(CLI::App& app, Action& action) {
       "Write where the blocks of the last repeat lay, for 'forebay run --learned FILE': a later run of the "
       "same job has the waste of the steady state from its first step on");
   add_value(*command, "--learned", a.learned, "FILE", "Play with such placements");
+  add_value(*command, "--mappings-max", a.mappings_max, "N",
+            "The most mappings that the arena keeps for a repeated step")
+      ->capture_default_str();
   add_value(*command, "--report", a.report, "DIR",
             "Draw DIR/report.html: memory over time, the blocks at the peak with their holders, and the "
             "baseline beside the arena");

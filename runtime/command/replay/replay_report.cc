@@ -36,6 +36,8 @@ void add_times(Json& json, const ReplayTimes& times, double cycle_ns) {
   };
   add("malloc", times.allocate, times.allocate_off_mapping);
   add("free", times.free, times.free_off_mapping);
+  json["malloc_own_ns"] = times_json(times.allocate_own, 1);
+  json["free_own_ns"] = times_json(times.free_own, 1);
   json["malloc_miss_count"] = times.allocate_mapping.count;
   json["malloc_miss_ns"] = times_json(times.allocate_mapping, 1);
 }
@@ -67,6 +69,8 @@ void add_figures(Json& json, const ReplayFigures& figures, double cycle_ns) {
                           {"destroy", calls.destroy}, {"alloc", calls.alloc},
                           {"free", calls.free}};
   json["driver_calls_per_pass"] = result.pass_calls;
+  json["mappings_dropped_in_last_repeat"] = result.last_dropped_mappings;
+  json["mappings_enough"] = result.enough_mappings;
   json["steady_driver_calls_per_repeat"] = optional_json(result.steady_calls);
   json["steady_chunks_moved_per_repeat"] = optional_json(result.steady_chunks_moved);
   json["retries_after_synchronizing"] = result.retry_count;
@@ -150,6 +154,8 @@ std::string time_cells(const CallTimes& times) {
 void time_rows(std::string& text, const std::string& name, const char* allocator, const ReplayTimes& times) {
   text += row_begin(name, allocator) + " malloc" + time_cells(times.allocate) +
           time_cells(times.allocate_off_mapping) + "\n";
+  if (times.allocate_mapping.count > 0)
+    text += row_begin("", "") + " alone " + time_cells(times.allocate_own) + time_cells({}) + "\n";
   text += row_begin("", "") + " free  " + time_cells(times.free) + time_cells(times.free_off_mapping) + "\n";
 }
 
@@ -233,7 +239,7 @@ std::string replay_text(const std::vector<ReplayReport>& reports) {
     }
     text += format_text(
         "\nOne core cycle is %.3f ns here (a loop of dependent multiplications, 3 cycles each). The "
-        "timer's own cost is taken off.\n",
+        "timer's own cost is taken off. alone: malloc without the time in the device's calls.\n",
         first.cycle_ns);
   }
   const bool has_baseline = std::any_of(reports.begin(), reports.end(),
@@ -249,6 +255,13 @@ std::string replay_text(const std::vector<ReplayReport>& reports) {
       lines.push_back({report.trace + ": " + words, report.trace});
     };
     for (const std::string& note : report.notes) add(note);
+    const ReplayResult& arena = report.arena.result;
+    if (report.passes > 2 && arena.last_dropped_mappings != 0) {
+      add(join_text("the last repeat made driver calls because the arena gave up ",
+                    format_count(arena.last_dropped_mappings, "mapping"), " to keep about ",
+                    std::to_string(report.mappings_max), "; ", std::to_string(arena.enough_mappings),
+                    " are enough (--mappings-max)"));
+    }
     const auto failed = [&](const char* by, const ReplayResult& result) {
       if (!result.completed) add(join_text("NOT COMPLETED by the ", by, ": ", result.failure));
     };

@@ -27,6 +27,7 @@ struct ReplayReport {
   std::string device;
   std::uint64_t memory_bytes = 0;
   int passes = 0;
+  std::size_t mappings_max = 0;
   double cycle_ns = 0;
   ReplayFigures arena;
   std::optional<ReplayFigures> baseline;

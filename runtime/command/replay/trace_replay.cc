@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "allocator/arena/arena_mappings.h"
 #include "forebay/arena.h"
 #include "forebay/model_backend.h"
 #include "forebay/units.h"
@@ -36,15 +37,18 @@ double percentile(std::vector<std::uint32_t>& samples, double part) {
 // The measured calls of one kind.
 struct Samples {
   std::vector<std::uint32_t> all;
+  std::vector<std::uint32_t> own;  // Without the time in calls of the device.
   std::vector<std::uint32_t> off_mapping;
   std::vector<std::uint32_t> mapping;
 
   void reserve(std::size_t count) {
     all.reserve(count);
+    own.reserve(count);
     off_mapping.reserve(count);
   }
-  void add(std::uint32_t ns, bool made_driver_call) {
+  void add(std::uint32_t ns, std::uint64_t device_ns, bool made_driver_call) {
     all.push_back(ns);
+    own.push_back(ns - static_cast<std::uint32_t>(std::min<std::uint64_t>(device_ns, ns)));
     (made_driver_call ? mapping : off_mapping).push_back(ns);
   }
   static CallTimes summary(std::vector<std::uint32_t>& samples, double timer_ns) {
@@ -72,13 +76,15 @@ struct PassSamples {
     const double timer_ns = measure_timer_ns();
     return {.allocate = Samples::summary(allocate.all, timer_ns),
             .free = Samples::summary(free.all, timer_ns),
+            .allocate_own = Samples::summary(allocate.own, timer_ns),
+            .free_own = Samples::summary(free.own, timer_ns),
             .allocate_off_mapping = Samples::summary(allocate.off_mapping, timer_ns),
             .free_off_mapping = Samples::summary(free.off_mapping, timer_ns),
             .allocate_mapping = Samples::summary(allocate.mapping, timer_ns)};
   }
 };
 
-// --- players of a trace: allocate(bytes, stream) -> address or null, free, driver_call_count ---
+// --- players of a trace: allocate(bytes, stream) -> address or null, free, driver_call_count, device_ns ---
 
 class ArenaPlayer {
  public:
@@ -90,6 +96,7 @@ class ArenaPlayer {
       player->streams_.push_back(stream);
     }
     FOREBAY_ASSIGN_OR_RETURN(player->arena_, Arena::create(backend, {.learned = options.learned}));
+    limit_mappings(*player->arena_, options.mappings_max);
     return player;
   }
   // Best effort: memory that the backend refuses to take back ends with the backend.
@@ -118,6 +125,8 @@ class ArenaPlayer {
     FOREBAY_CHECK(status.ok(), "the arena refused a block of its own: %s", status.message().c_str());
   }
   std::uint64_t driver_call_count() const { return backend_.call_count(); }
+  std::uint64_t device_ns() const { return backend_.call_ns(); }
+  ArenaMappings mappings() const { return mappings_of(*arena_); }
   const Status& failure() const { return failure_; }
   std::uint64_t retry_count() const { return retry_count_; }
   Status learn_begin() { return arena_->learn_begin(); }
@@ -169,6 +178,8 @@ class BaselinePlayer {
     FOREBAY_CHECK(status.ok(), "the baseline refused a block of its own: %s", status.message().c_str());
   }
   std::uint64_t driver_call_count() const { return backend_.call_count(); }
+  std::uint64_t device_ns() const { return backend_.call_ns(); }
+  ArenaMappings mappings() const { return {}; }
   const Status& failure() const { return failure_; }
   std::uint64_t retry_count() const { return 0; }
   Status learn_begin() { return Status(); }
@@ -220,6 +231,7 @@ class MallocPlayer {
   }
   void free(std::byte* block, std::uint32_t) { std::free(block); }
   std::uint64_t driver_call_count() const { return 0; }
+  std::uint64_t device_ns() const { return 0; }
 };
 
 // Events between two words about progress: a moment where each of them misses.
@@ -235,10 +247,12 @@ std::size_t play(const AllocationTrace& trace, Player& player, std::vector<std::
   const auto timed = [&](Samples PassSamples::*kind, const auto& call) {
     if (samples == nullptr) return call();
     const std::uint64_t calls = player.driver_call_count();
+    const std::uint64_t device_ns = player.device_ns();
     const Clock::time_point begin = Clock::now();
     call();
     const Clock::time_point end = Clock::now();
-    (samples->*kind).add(elapsed_ns(begin, end), player.driver_call_count() != calls);
+    (samples->*kind)
+        .add(elapsed_ns(begin, end), player.device_ns() - device_ns, player.driver_call_count() != calls);
   };
   std::size_t i = 0;
   for (; i < trace.events.size(); ++i) {
@@ -279,13 +293,17 @@ Result<ReplayResult> replay_with(const AllocationTrace& trace, Backend& backend,
   result.peak_requested_bytes = trace.peak_requested_bytes();
   std::vector<std::byte*> addresses(trace.blocks.size());
   PassSamples samples;
-  if (options.timed) samples.reserve(trace, options.passes);
+  if (options.timed) {
+    samples.reserve(trace, options.passes);
+    counting.measure_time();
+  }
 
   DriverCalls after_second;
   int pass = 1;
   for (; pass <= options.passes; ++pass) {
     counting.reset_peak();
     const std::uint64_t calls_before = counting.call_count();
+    const std::uint64_t dropped_before = player.mappings().dropped_count;
     std::function<void(std::size_t)> progress;
     if (options.progress) progress = [&](std::size_t event_count) { options.progress(pass, event_count); };
     Watch watch;
@@ -303,6 +321,9 @@ Result<ReplayResult> replay_with(const AllocationTrace& trace, Backend& backend,
       FOREBAY_ASSIGN_OR_RETURN(*options.learn, player.learn_end());
     }
     result.last_peak_physical_bytes = counting.peak_held_bytes();
+    const ArenaMappings mappings = player.mappings();
+    result.last_dropped_mappings = mappings.dropped_count - dropped_before;
+    result.enough_mappings = mappings.count + result.last_dropped_mappings;
     if (pass == 1) {
       result.peak_physical_bytes = counting.peak_held_bytes();
       result.first_pass_calls = counting.calls();

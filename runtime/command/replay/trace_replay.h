@@ -10,6 +10,7 @@
 #include <string_view>
 #include <vector>
 
+#include "allocator/arena/arena_mappings.h"
 #include "forebay/backend.h"
 #include "runtime/command/replay/counting_backend.h"
 #include "runtime/command/traces/allocation_trace.h"
@@ -29,6 +30,7 @@ struct ReplayOptions {
   // pass; null: they are not learnt.
   std::string_view learned{};
   std::string* learn = nullptr;
+  std::size_t mappings_max = ArenaMappings().most;  // The arena keeps at most this many.
   // Called after each allocation and before each free of the first pass with the block's address and the
   // bytes taken from the device. Requests that failed when they were recorded are not made then, and their
   // address is null.
@@ -47,6 +49,8 @@ struct CallTimes {
 struct ReplayTimes {
   CallTimes allocate;  // All calls of all passes.
   CallTimes free;
+  CallTimes allocate_own;  // The same calls without the time in calls of the device.
+  CallTimes free_own;
   CallTimes allocate_off_mapping;  // Calls that made no driver call.
   CallTimes free_off_mapping;
   CallTimes allocate_mapping;  // Calls that made one: misses.
@@ -64,6 +68,10 @@ struct ReplayResult {
   std::optional<double> steady_chunks_moved;  // Chunks mapped.
   std::uint64_t retry_count = 0;  // Requests that were served only after the streams were synchronized.
   std::vector<std::uint64_t> pass_calls;  // Driver calls of each pass.
+  // Mappings that the arena gave up in the last pass because there were too many, and a number that it would
+  // not have exceeded.
+  std::uint64_t last_dropped_mappings = 0;
+  std::uint64_t enough_mappings = 0;
   ReplayTimes times;
 
   // 1 - requested / physical; 0 if nothing was requested.

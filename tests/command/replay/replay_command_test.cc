@@ -12,6 +12,7 @@
 #include <fstream>
 #include <iterator>
 #include <nlohmann/json.hpp>
+#include <random>
 #include <string>
 #include <thread>
 #include <vector>
@@ -319,6 +320,36 @@ TEST_F(ReplayCommand, LearnsPlacementsForALaterRun) {
   const Finished other = forebay({"replay", trace, "--learn", trace});
   EXPECT_EQ(other.exit_code, 2);
   EXPECT_NE(other.output.find("was not written by --learn"), std::string::npos) << other.output;
+}
+
+// Steps of many lengths, each placed in its own way.
+std::string changing_trace() {
+  std::string text;
+  std::mt19937 random(1);
+  int block = 0;
+  for (int step = 0; step < 40; ++step) {
+    const int first = block;
+    for (int i = 0; i < 24; ++i)
+      text += "a " + std::to_string(block++) + " " + std::to_string(700000 * (1 + random() % 40)) + " 0\n";
+    for (int i = 0; i < 24; i += 2) text += "f " + std::to_string(first + i) + "\n";
+    for (int i = 0; i < 6; ++i)
+      text += "a " + std::to_string(block++) + " " + std::to_string(700000 * (20 + random() % 40)) + " 0\n";
+    for (int i = first + 1; i < first + 24; i += 2) text += "f " + std::to_string(i) + "\n";
+    for (int i = first + 24; i < block; ++i) text += "f " + std::to_string(i) + "\n";
+  }
+  return text;
+}
+
+TEST_F(ReplayCommand, SaysThatTheLimitOfMappingsKeepsAJobFromSettling) {
+  const std::string trace = write("changing.trace", changing_trace());
+  const Finished usual = forebay({"replay", trace});
+  const Finished limited = forebay({"replay", trace, "--mappings-max", "32"});
+
+  ASSERT_EQ(usual.exit_code, 0) << usual.output;
+  EXPECT_EQ(usual.output.find("mappings"), std::string::npos) << usual.output;
+  ASSERT_EQ(limited.exit_code, 0) << limited.output;
+  EXPECT_NE(limited.output.find(" to keep about 32; "), std::string::npos) << limited.output;
+  EXPECT_NE(limited.output.find(" are enough (--mappings-max)"), std::string::npos) << limited.output;
 }
 
 TEST_F(ReplayCommand, RefusesPlacementsThatItCannotUse) {
