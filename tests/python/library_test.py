@@ -1,5 +1,6 @@
 """The table of C functions against forebay.h, and the objects over the library. Needs Python only."""
 
+import ast
 import pathlib
 import re
 import sys
@@ -71,6 +72,12 @@ class TableOfFunctions(unittest.TestCase):
             body = re.search(r"typedef struct forebay_%s \{(.*?)\} " % name, text, re.S).group(1)
             fields = [re.search(r"\(\*(\w+)\)|(\w+)$", one.strip()) for one in body.split(";") if one.strip()]
             self.assertEqual([m.group(1) or m.group(2) for m in fields], [field for field, _ in mirror._fields_])
+
+
+class Syntax(unittest.TestCase):
+    def test_it_is_that_of_python_3_9(self):
+        for file in (ROOT / "python" / "forebay").rglob("*.py"):
+            ast.parse(file.read_text(encoding="utf-8"), str(file), feature_version=(3, 9))
 
 
 class Errors(unittest.TestCase):
