@@ -328,6 +328,7 @@ class Report(Dict[str, Any]):
         for parameter in (one for unit in self["model"]["units"] for one in unit["parameters"]):
             counts[parameter["frozen"]] += parameter["count"]
         element, states = (4, 8) if options["dtype"] == "fp32" else (2, 12)
+        states -= 0 if options["optimizer"] in ("adamw", "adam") else 4
         rows = [("without sharding", counts[False] * (2 * element + states) + counts[True] * element, None)]
         for place, bytes_planned, bytes_measured in (
                 ("device", planned["bytes"]["total"], measured and measured["peak"]["total"]),

@@ -25,8 +25,9 @@ from forebay._library import Unsupported
 class Strategy(DDPStrategy):
     """forebay.shard() over the ranks that the Trainer starts. Options: those of forebay.shard().
 
-    configure_optimizers() gives one torch.optim.AdamW. A checkpoint holds the weights as always; the moments lie beside
-    it in PATH.forebay, a directory that any number of ranks restores. Errors: those of shard() and wrap().
+    configure_optimizers() gives one optimizer that forebay.wrap() takes. A checkpoint holds the weights as always; the
+    moments lie beside it in PATH.forebay, a directory that any number of ranks restores. Errors: those of shard() and
+    wrap().
     """
 
     def __init__(self, process_group_backend: Optional[str] = None, **options: Any) -> None:
@@ -50,8 +51,8 @@ class Strategy(DDPStrategy):
         if is_fit:
             self.setup_optimizers(trainer)
             if len(self.optimizers) != 1:
-                raise Unsupported(f"configure_optimizers() gave {len(self.optimizers)} optimizers; forebay updates by one "
-                                  "AdamW, so give its parameters as groups of one")
+                raise Unsupported(f"configure_optimizers() gave {len(self.optimizers)} optimizers; forebay updates by one, "
+                                  "so give its parameters as groups of one")
             self.optimizers = [forebay.wrap(self.optimizers[0])]
         self.setup_precision_plugin()
 

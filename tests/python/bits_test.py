@@ -1,4 +1,4 @@
-"""One rank equals plain torch bit for bit: losses, norms and weights, if torch updates by the contract's AdamW.
+"""One rank equals plain torch bit for bit: losses, norms and weights, if torch updates by the contract's optimizers.
 
 Nothing of the library takes part in the reference, except for the division of the model into units.
 """
@@ -35,13 +35,12 @@ def parameters(model, groups):
              "eps": 1e-6}]
 
 
-def trained(model, batches, is_sharded, micro_steps=2, clip=None, groups=False):
+def trained(model, batches, is_sharded, micro_steps=2, clip=None, groups=False, rule="AdamW", **values):
     """Losses and norms as numbers, and the weights."""
     if is_sharded:
         forebay.shard(model, stage=3, guard=True)
-        optimizer = forebay.AdamW(model, parameters(model, groups), lr=1e-2, weight_decay=0.1)
-    else:
-        optimizer = contract.AdamW(parameters(model, groups), lr=1e-2, weight_decay=0.1)
+    make = getattr(forebay if is_sharded else contract, rule)
+    optimizer = make(parameters(model, groups), **{"lr": 1e-2, "weight_decay": 0.1, **values})
     seen = []
     for step, batch in enumerate(batches):
         for i in range(micro_steps):
@@ -96,9 +95,9 @@ class Bits(unittest.TestCase):
         expected = torch.tensor([library.fmaf(*numbers) for numbers in zip(a.tolist(), b.tolist(), c.tolist())])
         self.assertTrue(torch.equal(contract.fma(a, b, c), expected))
 
-    def gpt(self, clip=None, groups=False, **options):
+    def gpt(self, clip=None, groups=False, optimizer=None, **options):
         batches = [lambda model, i, step=step: model(*models.batch(step, i)) for step in range(4)]
-        self.compare(lambda: models.make(**options), batches, clip=clip, groups=groups)
+        self.compare(lambda: models.make(**options), batches, clip=clip, groups=groups, **(optimizer or {}))
 
     def test_gpt(self):
         self.gpt()
@@ -116,6 +115,12 @@ class Bits(unittest.TestCase):
 
     def test_parameter_groups(self):
         self.gpt(groups=True)
+
+    def test_other_optimizers(self):
+        for optimizer in ({"rule": "Adam"}, {"rule": "SGD", "momentum": 0.9}, {"rule": "SGD", "weight_decay": 0.0},
+                          {"rule": "Lion", "lr": 1e-3}):
+            with self.subTest(optimizer):
+                self.gpt(optimizer=optimizer)
 
     def test_families_of_transformers(self):
         if not support.importlib.util.find_spec("transformers"):

@@ -1,4 +1,4 @@
-"""The contract's AdamW and norm of gradients (ARCHITECTURE.md), in operations of torch and numpy that round once each."""
+"""The contract's optimizers and norm of gradients (ARCHITECTURE.md), in operations of torch and numpy that round once each."""
 
 import math
 
@@ -25,8 +25,8 @@ def sqrt(v):
     return torch.from_numpy(numpy.sqrt(v.numpy()))
 
 
-class AdamW(torch.optim.AdamW):
-    """torch.optim.AdamW with the arithmetic of the contract, for fp32."""
+class Rule:
+    """A mixin: an optimizer of torch with the arithmetic of the contract, for fp32."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -40,18 +40,55 @@ class AdamW(torch.optim.AdamW):
                 state["step"] += 1
                 self.update(group, state, p)
 
+
+def single(*numbers):
+    return [numpy.float32(number) for number in numbers]
+
+
+class Adam(Rule, torch.optim.Adam):
+    decoupled = False
+
     def update(self, group, state, p):
-        single = numpy.float32
-        lr, decay, eps = (single(group[name]) for name in ("lr", "weight_decay", "eps"))
+        lr, decay, eps = single(group["lr"], group["weight_decay"], group["eps"])
         beta1, beta2 = group["betas"]
-        c1 = single(1 - beta1 ** state["step"])
-        s2 = single(math.sqrt(1 - beta2 ** state["step"]))
-        a1, a2 = single(1 - beta1), single(1 - beta2)
+        c1, s2 = single(1 - beta1 ** state["step"], math.sqrt(1 - beta2 ** state["step"]))
+        a1, a2 = single(1 - beta1, 1 - beta2)
         g, m, v = p.grad, state["m"], state["v"]
-        p.copy_(fma(-(lr * decay), p, p))
+        if self.decoupled:
+            p.copy_(fma(-(lr * decay), p, p))
+        else:
+            g = fma(decay, p, g)
         m.copy_(fma(beta1, m, g * a1.item()))
         v.copy_(fma(beta2, v, (g * g) * a2.item()))
         p.copy_(fma(-(lr / c1), m / (sqrt(v) / s2.item() + eps.item()), p))
+
+
+class AdamW(Adam):
+    decoupled = True
+
+    def __init__(self, params, weight_decay=1e-2, **values):
+        super().__init__(params, weight_decay=weight_decay, **values)
+
+
+class SGD(Rule, torch.optim.SGD):
+    def update(self, group, state, p):
+        lr, decay, momentum = single(group["lr"], group["weight_decay"], group["momentum"])
+        state["m"].copy_(fma(momentum, state["m"], fma(decay, p, p.grad)))
+        p.copy_(fma(-lr, state["m"], p))
+
+
+class Lion(Rule, torch.optim.Optimizer):
+    def __init__(self, params, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0):
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    def update(self, group, state, p):
+        lr, decay, beta1, beta2 = single(group["lr"], group["weight_decay"], *group["betas"])
+        a1, a2 = single(1 - group["betas"][0], 1 - group["betas"][1])
+        g, m = p.grad, state["m"]
+        u = fma(beta1, m, g * a1.item())
+        p.copy_(fma(-(lr * decay), p, p))
+        p.copy_(fma(-lr, torch.sign(u), p))
+        m.copy_(fma(beta2, m, g * a2.item()))
 
 
 def pairs(values):

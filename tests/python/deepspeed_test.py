@@ -69,6 +69,16 @@ class Keys(unittest.TestCase):
         self.assertEqual(made.clip, 1.0)
         self.assertIn("steps_per_print", made.without_effect)
 
+    def test_the_optimizer(self):
+        def understood(kind, **values):
+            made = deepspeed.understand({"optimizer": {"type": kind, "params": values}})
+            return made.options.get("optimizer"), made.optimizer
+        self.assertEqual(understood("Adam", weight_decay=0.1), (None, {"weight_decay": 0.1}))
+        self.assertEqual(understood("Adam", weight_decay=0.1, adam_w_mode=False), ("adam", {"weight_decay": 0.1}))
+        self.assertEqual(understood("SGD", lr=1, momentum=0.9),
+                         ("sgd", {"lr": 1.0, "momentum": 0.9, "weight_decay": 0.0}))
+        self.assertEqual(understood("Lion", betas=[0.8, 0.9])[0], "lion")
+
     def test_the_loss_scale(self):
         fp16 = {"enabled": True, "initial_scale_power": 12, "loss_scale_window": 50, "hysteresis": 1,
                 "min_loss_scale": 4}
@@ -94,8 +104,7 @@ class Keys(unittest.TestCase):
         self.refused({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}, "nvme_path")
         self.refused({"train_batch_size": 9, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2},
                      "2 ranks are 8", ranks=2)
-        self.refused({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False, "weight_decay": 0.1}}},
-                     "adam_w_mode")
+        self.refused({"optimizer": {"type": "SGD", "params": {"nesterov": True}}}, "nesterov")
         self.refused({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "keep one")
 
         self.refused({"amp": {"enabled": True, "opt_level": "O1"}}, "amp", "without autocast")

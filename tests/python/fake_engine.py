@@ -101,6 +101,9 @@ class FakeEngine:
     def digest(self):
         return hashlib.sha256(b"".join(p.master.detach().numpy().tobytes() for p in self.all())).hexdigest()
 
+    def freeze(self, unit, index, frozen=True):
+        assert not self.in_step and not self.evaluating and not self.find(unit, index).frozen
+
     # --- steps ---
 
     def hyperparameter(self, name, value, group=core.WHOLE_STEP):

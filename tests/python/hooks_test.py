@@ -216,8 +216,10 @@ class Refusals(unittest.TestCase):
         with self.assertRaisesRegex(forebay.Unsupported, "bfloat16"):
             model.to(torch.bfloat16)
         model.to("cpu").float()  # Nothing changes.
-        with self.assertRaisesRegex(forebay.Unsupported, "SGD"):
-            forebay.wrap(torch.optim.SGD(model.parameters(), lr=1))
+        with self.assertRaisesRegex(forebay.Unsupported, "RMSprop cannot run in shards; use torch.optim.AdamW, Adam"):
+            forebay.wrap(torch.optim.RMSprop(model.parameters(), lr=1))
+        with self.assertRaisesRegex(forebay.Unsupported, r"moments lie in shards. forebay\.save"):
+            optimizer.state[model.norm.weight]
         with self.assertRaisesRegex(forebay.InvalidArgument, "already"):
             forebay.shard(model)
         with self.assertRaisesRegex(forebay.Unsupported, "autocast"):
@@ -364,7 +366,32 @@ class Optimizers(unittest.TestCase):
             adamw(model, amsgrad=True)
         with self.assertRaisesRegex(TypeError, "momentum"):
             adamw(model, momentum=0.9)
+        with self.assertRaisesRegex(forebay.InvalidArgument, r"updates by AdamW, and the optimizer is SGD; give shard\(opt"):
+            forebay.SGD(model, lr=1.0)
         model._forebay.guard.leave()
+
+    def test_the_rule_of_an_optimizer(self):
+        class Lion(torch.optim.Optimizer):
+            def __init__(self, params, **values):
+                super().__init__(params, {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0, **values})
+
+        def rule_of(kind, **values):
+            model = sharded(models.make())
+            with mock.patch.object(Sharded, "make_engine", lambda self: FakeEngine()):
+                made = forebay.wrap(kind(model.parameters(), **values))
+            model._forebay.guard.leave()
+            return made.rule
+
+        self.assertEqual([rule_of(torch.optim.AdamW), rule_of(torch.optim.Adam, weight_decay=0.1),
+                          rule_of(torch.optim.SGD, lr=1.0, momentum=0.9), rule_of(Lion, cautious_factor=1.0)],
+                         ["adamw", "adam", "sgd", "lion"])
+        for kind, values in ((torch.optim.SGD, {"lr": 1.0, "momentum": 0.9, "nesterov": True}),
+                             (torch.optim.SGD, {"lr": 1.0, "dampening": 0.1}), (torch.optim.Adam, {"amsgrad": True}),
+                             (Lion, {"cautious_factor": 0.5})):
+            with self.assertRaisesRegex(forebay.Unsupported, f"{list(values)[-1]}={list(values.values())[-1]}; forebay"):
+                rule_of(kind, **values)
+        with self.assertRaisesRegex(forebay.Unsupported, "Lion cannot run in shards"):
+            rule_of(Lion, eight_bit=True)
 
 
 class Reader(nn.Module):

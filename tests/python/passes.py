@@ -174,7 +174,20 @@ class Passes:
             for is_early in (False, True):
                 self.compare_generators(is_early)
 
-    def compare_generators(self, is_early):
+    def test_a_discriminator_that_is_frozen_for_the_generator(self):
+        self.compare_generators(True, freezes=True)
+
+    def test_a_parameter_that_is_frozen_after_a_step(self):
+        def body(model, optimizer, step):
+            model.tokens.requires_grad_(step == 0)
+            loss = model(*models.batch(step, 0))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.item()
+        self.compare(body)
+
+    def compare_generators(self, is_early, freezes=False):
         results = []
         for is_sharded in (False, True):
             torch.manual_seed(0)
@@ -184,7 +197,9 @@ class Passes:
             for step in range(3):
                 z = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
                 fake = both[0](z)
+                both[1].requires_grad_(not freezes)
                 both[1](fake).mean().backward()
+                both[1].requires_grad_(True)
                 made[0].step()
                 made[0].zero_grad()
                 if is_early:

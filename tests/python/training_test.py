@@ -101,6 +101,82 @@ class OneRank(unittest.TestCase):
         self.assertEqual(len(digests), 1)
         self.assertIn((32768.0, True), scales)  # A step was skipped, and the scale was halved.
 
+    def test_other_optimizers(self):
+        class Lion(torch.optim.Optimizer):
+            def __init__(self, params, lr):
+                super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "weight_decay": 0.1})
+
+        for make in (lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.1),
+                     lambda params: torch.optim.Adam(params, lr=1e-2, weight_decay=0.1), lambda params: Lion(params, 1e-3)):
+            digests = set()
+            with tempfile.TemporaryDirectory() as files:
+                for options in ({"stage": 0}, {"stage": 3}, {"stage": 1, "offload": "optimizer"},
+                                {"stage": 2, "offload": "optimizer", "offload_tier": f"nvme:{files}"}):
+                    model = forebay.shard(models.make(), **options)
+                    seen = models.train(model, forebay.wrap(make(model.parameters())))
+                    digests.add(forebay.digest(model))
+            self.assertEqual(len(digests), 1)
+            plain = models.make()
+            optimizer = make(plain.parameters())
+            if not isinstance(optimizer, Lion):  # torch has none.
+                self.close(seen, models.train(plain, optimizer))
+
+    def test_parameters_are_frozen_and_unfrozen(self):
+        results = []
+        for stage in (None, 0, 3):
+            model = models.make(frozen=["positions"])
+            if stage is not None:
+                forebay.shard(model, stage=stage, guard=True)
+            trainable = [p for p in model.parameters() if p.requires_grad]
+            make = torch.optim.SGD if stage is None else forebay.SGD
+            optimizer = make(trainable, lr=0.1, momentum=0.9)
+            seen = []
+            for step in range(4):
+                model.tokens.requires_grad_(step != 1)
+                model.blocks[0].requires_grad_(step not in (1, 2))
+                loss = model(*models.batch(step, 0))
+                loss.backward()
+                seen += [loss.item(), torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()]
+                optimizer.step()
+                optimizer.zero_grad()
+            results.append(seen)
+        self.close(results[1], results[0])
+        self.assertEqual(results[1], results[2])
+        model.positions.requires_grad_(True)
+        with self.assertRaisesRegex(forebay.Unsupported, r"positions\.weight was frozen when the optimizer was made"):
+            model(*models.batch(0, 0))
+        model.positions.requires_grad_(False)
+
+    def test_a_frozen_model_that_gradients_pass_through(self):
+        prompt = torch.nn.Parameter(torch.zeros(4, models.LENGTH, 32))
+        model = models.make(frozen=[""])
+        forebay.shard(model, stage=3, guard=True, micro_steps=4)
+        for step in range(6):
+            for block in model.blocks[:1]:
+                block(prompt).square().sum().backward()
+        self.assertIsNotNone(prompt.grad)
+        self.assertEqual(model._forebay.micro_step, 0)
+
+    def test_a_state_is_saved_while_training_goes_on(self):
+        digests = []
+        with tempfile.TemporaryDirectory() as directory:
+            for background in (False, True):
+                path = os.path.join(directory, str(background))
+                model = forebay.shard(models.make(), stage=1, save_async=background)
+                optimizer = forebay.AdamW(model, lr=1e-2)
+                models.train(model, optimizer, steps=1)
+                saving = forebay.save(model, path, {"epoch": 3}, background=background)
+                digests.append(forebay.digest(model))
+                models.train(model, optimizer, steps=2)
+                if saving is not None:
+                    saving.result()
+                self.assertEqual(forebay.restore(model, path), {"epoch": 3})
+                digests.append(forebay.digest(model))
+            self.assertEqual(len(set(digests)), 1)
+            model = forebay.shard(models.make())
+            with self.assertRaisesRegex(forebay.InvalidArgument, r"shard\(save_async=True\)"):
+                forebay.save(model, directory, background=True)
+
     def test_clipping_by_torch(self):
         _, (expected,) = plain(clip=0.5)
         self.close(ranks.run({"stage": 3}, clip=0.5)["seen"], expected)

@@ -9,12 +9,12 @@ from torch import nn
 
 from forebay.torch import describe, huggingface, state, uncompiled
 from forebay.torch.activations import offload_activations
-from forebay.torch.optimizer import AdamW, Optimizer, wrap
+from forebay.torch.optimizer import SGD, Adam, AdamW, Lion, Optimizer, wrap
 from forebay.torch.sharded import Sharded
 from forebay.torch.state import digest, gathered, load, report, restore, save
 
-__all__ = ["AdamW", "Optimizer", "digest", "gathered", "load", "offload_activations", "report", "restore", "save",
-           "shard", "wrap"]
+__all__ = ["Adam", "AdamW", "Lion", "Optimizer", "SGD", "digest", "gathered", "load", "offload_activations", "report",
+           "restore", "save", "shard", "wrap"]
 
 
 def shard(model: nn.Module, **options: Any) -> nn.Module:
@@ -25,7 +25,7 @@ def shard(model: nn.Module, **options: Any) -> nn.Module:
 
     Options: every option of the C interface by name with underscores: stage (0 to 3), offload ("none", "optimizer",
     "optimizer+parameters"), offload_tier ("cpu", "nvme:DIR"), dtype ("fp32", "bf16", "fp16"; default: the model's),
-    bucket, memory, ...; forebay.Options().list() explains all. And of this function:
+    bucket, memory, save_async, ...; forebay.Options().list() explains all. And of this function:
       units      classes, names or modules that are gathered as one; default: the class that repeats most in a
                  ModuleList. A unit covers its submodules.
       resident   the same; their parameters are gathered for the whole pass.

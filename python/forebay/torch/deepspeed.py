@@ -104,15 +104,18 @@ KEYS: List[Key] = [
     *_rows(REFUSED, _ZERO, "use `zero_hpz_partition_size`", "mics_shard_size",
            "mics_hierarchical_params_gather", neutral=(False, None, 0, -1)),
     # Optimizer
-    Key("optimizer.type", HONOURED, "Adam and AdamW; others are refused"),
+    Key("optimizer.type", HONOURED, "Adam and AdamW: `forebay.AdamW(model)`; SGD and Lion: `forebay.SGD(model)`, "
+        "`forebay.Lion(model)`; others are refused"),
     Key("optimizer.params.lr", HONOURED, "default of `forebay.AdamW(model)`"),
     Key("optimizer.params.betas", HONOURED, "default of `forebay.AdamW(model)`"),
     Key("optimizer.params.eps", HONOURED, "default of `forebay.AdamW(model)`"),
     Key("optimizer.params.weight_decay", HONOURED, "default of `forebay.AdamW(model)`"),
-    Key("optimizer.params.adam_w_mode", HONOURED, "false is refused with a weight decay other than 0"),
-    *_rows(NO_EFFECT, "optimizer.", "one AdamW, in the engine", "params.torch_adam", "params.fused",
+    Key("optimizer.params.momentum", HONOURED, "default of `forebay.SGD(model)`"),
+    Key("optimizer.params.adam_w_mode", HONOURED, "false: `forebay.Adam(model)`"),
+    *_rows(NO_EFFECT, "optimizer.", "one optimizer, in the engine", "params.torch_adam", "params.fused",
            "params.foreach", "legacy_fusion"),
-    *_rows(REFUSED, "optimizer.params.", "forebay updates by plain AdamW", "amsgrad", "freeze_step"),
+    *_rows(REFUSED, "optimizer.params.", "forebay updates by the plain rule", "amsgrad", "freeze_step", "nesterov",
+           "dampening"),
     Key("optimizer.params.bias_correction", REFUSED, "biases are always corrected", (True, None)),
     Key("scheduler.*", REFUSED, "make one of torch.optim.lr_scheduler over the optimizer", (None, {})),
     *_rows(NO_EFFECT, "", "there is one optimizer", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
@@ -292,6 +295,9 @@ def _meaning(values: Dict[str, Any], ranks: int, model: Optional[nn.Module], wit
     elif values.get("fp16.enabled"):
         options["dtype"] = "fp16"
         options.update(_loss_scale(values))
+    rule, defaults = _optimizer(values)
+    if rule:
+        options["optimizer"] = rule
     options.update(_offload(zero, options["stage"]))
     if zero.get("overlap_comm") is not None:
         options["overlap"] = bool(zero["overlap_comm"])
@@ -301,7 +307,7 @@ def _meaning(values: Dict[str, Any], ranks: int, model: Optional[nn.Module], wit
     if zero.get("reduce_bucket_size") is not None:
         elements = int(_number(_ZERO + "reduce_bucket_size", zero["reduce_bucket_size"]))
         options["bucket"] = _bucket(elements, options.get("dtype"), model)
-    return Meaning(options, _optimizer(values), _number("gradient_clipping", values.get("gradient_clipping") or 0),
+    return Meaning(options, defaults, _number("gradient_clipping", values.get("gradient_clipping") or 0),
                    bool(values.get("activation_checkpointing.cpu_checkpointing")), without_effect)
 
 
@@ -365,16 +371,17 @@ def _bucket(elements: int, dtype: Optional[str], model: Optional[nn.Module]) -> 
     return max(1 << 20, -(-elements * size // 4096) * 4096)
 
 
-def _optimizer(values: Mapping[str, Any]) -> Dict[str, Any]:
+def _optimizer(values: Mapping[str, Any]) -> Tuple[Optional[str], Dict[str, Any]]:
+    """The option `optimizer`, where it is no AdamW, and the optimizer's defaults."""
     kind = values.get("optimizer.type", "AdamW")
-    if str(kind).lower() not in ("adam", "adamw"):
-        raise Unsupported(f"optimizer.type = {_shown(kind)} of the DeepSpeed configuration; forebay updates by AdamW, so use "
-                          "\"AdamW\"")
-    found = {name: values[f"optimizer.params.{name}"] for name in ("lr", "betas", "eps", "weight_decay")
+    rule = {"adam": None, "adamw": None, "sgd": "sgd", "lion": "lion"}.get(str(kind).lower(), "")
+    if rule == "":
+        raise Unsupported(f"optimizer.type = {_shown(kind)} of the DeepSpeed configuration; forebay updates by AdamW, Adam, "
+                          "SGD and Lion, so use \"AdamW\"")
+    found = {name: values[f"optimizer.params.{name}"] for name in ("lr", "betas", "eps", "weight_decay", "momentum")
              if values.get(f"optimizer.params.{name}") is not None}
-    if values.get("optimizer.params.adam_w_mode") is False and found.get("weight_decay"):
-        raise Unsupported("adam_w_mode = false of the DeepSpeed configuration adds the weight decay to the gradient; "
-                          "forebay updates by AdamW, so set it to true or weight_decay to 0")
+    if values.get("optimizer.params.adam_w_mode") is False and rule is None:
+        rule = "adam"
     betas = found.pop("betas", None)
     made: Dict[str, Any] = {name: _number(f"optimizer.params.{name}", value) for name, value in found.items()}
     if betas is not None:
@@ -383,8 +390,8 @@ def _optimizer(values: Mapping[str, Any]) -> Dict[str, Any]:
                                   "numbers")
         made["betas"] = tuple(_number("optimizer.params.betas", value, most=1) for value in betas)
     if "optimizer.type" in values:
-        made.setdefault("weight_decay", 0.0)  # DeepSpeed's default for Adam and AdamW.
-    return made
+        made.setdefault("weight_decay", 0.0)  # DeepSpeed's default.
+    return rule, made
 
 
 _said: set = set()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from forebay import core
-from forebay._library import InvalidArgument
+from forebay._library import InvalidArgument, Unsupported
 from forebay.torch import deepspeed
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -165,6 +165,8 @@ def with_config(model: nn.Module, options: Dict[str, Any],
 
 def planned_options(model: nn.Module, options: Dict[str, Any]) -> Dict[str, Any]:
     """The options of an engine for this model: those of shard() without its own, with defaults."""
+    if options.get("find_non_finite"):
+        raise Unsupported("find_non_finite: its finding does not reach Python; use torch.autograd.set_detect_anomaly(True)")
     given = {name: value for name, value in options.items() if name not in OWN_OPTIONS}
     given["dtype"] = DTYPES[model_dtype(model, given.get("dtype"))]
     given.setdefault("order_of_units", "recorded")

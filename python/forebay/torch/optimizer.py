@@ -1,7 +1,8 @@
-"""The optimizer of a sharded model: AdamW in the engine, with the interface of torch.optim."""
+"""The optimizers of a sharded model: AdamW, Adam, SGD and Lion in the engine, with the interface of torch.optim."""
 
 from __future__ import annotations
 
+import collections
 import warnings
 from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple
 
@@ -13,28 +14,51 @@ from forebay import core
 from forebay._library import InvalidArgument, Unsupported
 from forebay.torch.sharded import Sharded
 
-_SWITCHES = ("amsgrad", "maximize", "differentiable")
+# The engine's rules (its option `optimizer`), and the values that each takes from a parameter group.
+_RULES: Dict[str, Dict[str, Any]] = {
+    "adamw": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2},
+    "adam": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
+    "sgd": {"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0},
+    "lion": {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0},
+}
+_NAMES = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD", "lion": "Lion"}
+# Values of a parameter group that change the rule, and those that do not.
+_OFF = {"amsgrad": False, "maximize": False, "differentiable": False, "nesterov": False, "dampening": 0,
+        "cautious_factor": 1.0, "caution": False, "corrected_weight_decay": False}
 _WITHOUT_EFFECT = ("foreach", "fused", "capturable")
-_DEFAULTS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
+
+
+class _Moments(collections.defaultdict):
+    """Optimizer.state, which has no entries."""
+
+    def __missing__(self, p: Any) -> Any:
+        raise Unsupported("optimizer.state of a sharded model: moments lie in shards. forebay.save(model, directory) saves "
+                          "them, and restore() takes them")
 
 
 class Optimizer(torch.optim.Optimizer):
-    """Updates a sharded model by AdamW. Schedulers change `param_groups` as usual; forebay.wrap() shares them.
+    """Updates a sharded model. Schedulers change `param_groups` as usual; forebay.wrap() shares them.
 
+    `rule`: "adamw", "adam", "sgd" or "lion".
     `grad_norm`: the norm of the last step's averaged gradients, before clip_grad_norm_(); None if the step was skipped.
     `step()` is collective.
     """
 
     _step_supports_amp_scaling = True  # torch.amp.GradScaler calls step() always; one that is not finite changes nothing.
 
-    def __init__(self, sharded: Sharded, groups: List[Dict[str, Any]], defaults: Dict[str, Any]) -> None:
+    def __init__(self, sharded: Sharded, rule: str, groups: List[Dict[str, Any]], defaults: Dict[str, Any]) -> None:
         super().__init__(groups, defaults)
-        self.sharded = sharded
+        self.sharded, self.rule = sharded, rule
+        self.state = _Moments()
         self.last: Optional[core.StepResult] = None
         self.grad_norm: Optional[float] = None
         self.wrapped: Optional[torch.optim.Optimizer] = None
         self._check_groups()
-        sharded.commit(self.param_groups)
+        given = sharded.options.get("optimizer", rule) if sharded.engine is None else sharded.rule
+        if given != rule:
+            raise InvalidArgument(f"the sharded model updates by {_NAMES[given]}, and the optimizer is {_NAMES[rule]}; give "
+                                  f"shard(optimizer=\"{rule}\"), or make the optimizer right after shard()")
+        sharded.commit(self.param_groups, rule)
         sharded.guard.begin_step()
         wanted = _groups_of(self.param_groups)
         if {p: sharded.groups.get(p, 0) for p in wanted} != wanted:
@@ -44,9 +68,9 @@ class Optimizer(torch.optim.Optimizer):
     def _check_groups(self) -> None:
         grouped = _groups_of(self.param_groups)
         for group in self.param_groups:
-            for switch in _SWITCHES:
-                if group.get(switch):
-                    raise Unsupported(f"{switch}=True; forebay updates by plain AdamW, so leave it out")
+            for name, off in _OFF.items():
+                if group.get(name, off) != off:
+                    raise Unsupported(f"{name}={group[name]}; forebay updates by plain {_NAMES[self.rule]}, so leave it out")
         for p in self.sharded.parameters:
             if p.requires_grad and p not in grouped:
                 raise InvalidArgument(f"parameter {self.sharded.names[p]} is trainable and in no parameter group; one "
@@ -85,7 +109,6 @@ class Optimizer(torch.optim.Optimizer):
     @property
     def loss_scale(self) -> float:
         """fp16: multiply the loss by this before backward(). 1 for other types."""
-        self.sharded.commit(self.param_groups)
         return self.sharded.engine.loss_scale()
 
     def state_dict(self) -> Dict[str, Any]:
@@ -100,6 +123,7 @@ class Optimizer(torch.optim.Optimizer):
         for group, loaded in zip(groups, self.param_groups):
             group.update(loaded)
         self.param_groups = groups  # Schedulers of the wrapped optimizer know these.
+        self.state = _Moments()
 
     def add_param_group(self, param_group: Dict[str, Any]) -> None:
         if hasattr(self, "sharded"):
@@ -113,6 +137,23 @@ def _groups_of(groups: Iterable[Dict[str, Any]]) -> Dict[nn.Parameter, int]:
     return {p: i for i, group in enumerate(groups) for p in group["params"]}
 
 
+def _make(rule: str, model: Any, params: Any, given: Dict[str, Any], switches: Dict[str, Any]) -> Optimizer:
+    for name in switches:
+        if name not in _OFF and name not in _WITHOUT_EFFECT:
+            raise TypeError(f"{_NAMES[rule]}() got an unexpected keyword argument {name!r}")
+    if isinstance(model, nn.Module):
+        sharded = sharded_of(model)
+        groups = list(params) if params is not None else [p for p in sharded.parameters if p.requires_grad]
+    else:  # The order of torch.optim.
+        groups, given["lr"] = list(model), params if given["lr"] is None else given["lr"]
+        sharded = _owner_of(groups)
+        groups = [one for one in groups if isinstance(one, dict) or one.requires_grad]
+    configured = sharded.optimizer_defaults if sharded.options.get("optimizer", "adamw") == rule else {}
+    return Optimizer(sharded, rule, groups, {**_RULES[rule], **configured,
+                                             **{name: value for name, value in given.items() if value is not None},
+                                             **{name: value for name, value in switches.items() if name in _OFF}})
+
+
 def AdamW(model: Any, params: Any = None, lr: Optional[float] = None,
           betas: Optional[Tuple[float, float]] = None, eps: Optional[float] = None,
           weight_decay: Optional[float] = None, **switches: Any) -> Optimizer:
@@ -122,41 +163,60 @@ def AdamW(model: Any, params: Any = None, lr: Optional[float] = None,
     None: all trainable parameters of the model. foreach, fused and capturable have no effect. Collective.
     Errors: OutOfMemory, because the engine takes its memory here.
     """
-    for name in switches:
-        if name not in (*_SWITCHES, *_WITHOUT_EFFECT):
-            raise TypeError(f"AdamW() got an unexpected keyword argument {name!r}")
-    if isinstance(model, nn.Module):
-        sharded = sharded_of(model)
-        groups = list(params) if params is not None else [p for p in sharded.parameters if p.requires_grad]
-    else:
-        groups, lr = list(model), params if lr is None else lr  # The order of torch.optim.AdamW.
-        sharded = _owner_of(groups)
-        groups = [one for one in groups if isinstance(one, dict) or one.requires_grad]
-    given = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-    return Optimizer(sharded, groups, {**_DEFAULTS, **sharded.optimizer_defaults,
-                                       **{name: value for name, value in given.items() if value is not None},
-                                       **{name: switches[name] for name in _SWITCHES if switches.get(name)}})
+    return _make("adamw", model, params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, switches)
+
+
+def Adam(model: Any, params: Any = None, lr: Optional[float] = None,
+         betas: Optional[Tuple[float, float]] = None, eps: Optional[float] = None,
+         weight_decay: Optional[float] = None, **switches: Any) -> Optimizer:
+    """Adam, with the weight decay as a part of the gradient: torch.optim.Adam. Else as AdamW()."""
+    return _make("adam", model, params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, switches)
+
+
+def SGD(model: Any, params: Any = None, lr: Optional[float] = None, momentum: Optional[float] = None,
+        weight_decay: Optional[float] = None, **switches: Any) -> Optimizer:
+    """Gradient descent with momentum: torch.optim.SGD. It keeps one moment. Else as AdamW()."""
+    return _make("sgd", model, params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}, switches)
+
+
+def Lion(model: Any, params: Any = None, lr: Optional[float] = None,
+         betas: Optional[Tuple[float, float]] = None, weight_decay: Optional[float] = None, **switches: Any) -> Optimizer:
+    """Lion (arXiv 2302.06675), as in the package lion-pytorch. It keeps one moment. Else as AdamW()."""
+    return _make("lion", model, params, {"lr": lr, "betas": betas, "weight_decay": weight_decay}, switches)
 
 
 def wrap(optimizer: torch.optim.Optimizer) -> Optimizer:
     """An optimizer of the same parameter groups that updates by the engine. Collective.
 
-    `optimizer`: torch.optim.AdamW, or Adam without weight decay, over the parameters of one sharded model, before
-    its first step. Errors: Unsupported for others.
+    `optimizer`: torch.optim.AdamW, Adam or SGD, or Lion of lion-pytorch or timm, over the parameters of one sharded model,
+    before its first step. Errors: Unsupported for others.
     """
-    groups = optimizer.param_groups
-    decays = any(group.get("weight_decay", 0) for group in groups)
     if isinstance(optimizer, Optimizer):
         return optimizer
-    if not (isinstance(optimizer, torch.optim.AdamW)
-            or (type(optimizer) is torch.optim.Adam and not decays)):
-        raise Unsupported(f"{type(optimizer).__name__} cannot run in shards; use torch.optim.AdamW, or Adam without "
-                          "weight decay")
+    rule = _rule_of(optimizer)
     if optimizer.state:
         raise InvalidArgument("the optimizer has made a step, and its moments cannot move; wrap it before the first")
-    made = Optimizer(_owner_of(groups), [dict(group) for group in groups], dict(optimizer.defaults))
+    groups = optimizer.param_groups
+    made = Optimizer(_owner_of(groups), rule, [dict(group) for group in groups], dict(optimizer.defaults))
     made.param_groups, made.wrapped = groups, optimizer  # Schedulers of the given optimizer go on working.
     return made
+
+
+def _rule_of(optimizer: torch.optim.Optimizer) -> str:
+    kind = type(optimizer)
+    if isinstance(optimizer, torch.optim.AdamW):
+        return "adamw"
+    if kind is torch.optim.Adam:
+        decoupled = {bool(group.get("decoupled_weight_decay")) for group in optimizer.param_groups}
+        if len(decoupled) == 1:
+            return "adamw" if decoupled.pop() else "adam"
+    if kind is torch.optim.SGD:
+        return "sgd"
+    known = {"params", "initial_lr", *_RULES["lion"], *_OFF, *_WITHOUT_EFFECT}
+    if (kind.__name__ == "Lion" and all(known.issuperset(group) for group in optimizer.param_groups)
+            and not getattr(optimizer, "decoupled_wd", False)):
+        return "lion"
+    raise Unsupported(f"{kind.__name__} cannot run in shards; use torch.optim.AdamW, Adam or SGD, or forebay.Lion(model)")
 
 
 def _owner_of(groups: Iterable[Any]) -> Sharded:
@@ -178,7 +238,7 @@ def _refuse_other(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             if getattr(p, "_forebay", None) is not None:
                 raise InvalidArgument(
                     f"{type(optimizer).__name__}.step() over parameters of a sharded model; use forebay.AdamW(model, "
-                    "lr=...), or forebay.wrap(optimizer) for AdamW and Adam without weight decay, and call its step()")
+                    "lr=...), or forebay.wrap(optimizer) for AdamW, Adam, SGD and Lion, and call its step()")
 
 
 register_optimizer_step_pre_hook(_refuse_other)

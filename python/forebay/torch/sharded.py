@@ -74,7 +74,7 @@ class Unit:
 
     def __init__(self, owner: "Sharded", index: int, plan: describe.UnitPlan) -> None:
         self.owner, self.index, self.plan, self.name = owner, index, plan, plan.name
-        self.trainable = sum(p.requires_grad for p in plan.own)
+        self.trainable = 0  # Its own parameters that have gradients.
         self.held = 0  # Acquisitions that are alive.
         self.calls: Set[_Call] = set()  # In their backward pass.
         self.in_backward = False
@@ -250,20 +250,23 @@ class Sharded:
 
     def make_engine(self) -> core.Engine:
         name = "host" if self.device.type == "cpu" else f"cuda:{self.device.index or 0}"
-        device = core.Device(name, **self.options)
-        return core.Engine(device, _communicator(device, self.given.get("store"), self.options), **self.options)
+        options = {**self.options, "optimizer": self.rule}
+        device = core.Device(name, **options)
+        return core.Engine(device, _communicator(device, self.given.get("store"), options), **options)
 
-    def commit(self, groups: Optional[Sequence[Dict[str, Any]]] = None) -> None:
+    def commit(self, groups: Optional[Sequence[Dict[str, Any]]] = None, rule: Optional[str] = None) -> None:
         """Makes the engine, moves all values there and binds the parameters to its memory. Collective.
 
+        `rule`: that of the optimizer; None: the option `optimizer`.
         Errors: OutOfMemory; InvalidArgument naming a parameter that differs between ranks.
         """
         if self.engine is None:
             with torch.inference_mode(False), torch.no_grad():
-                self._commit(groups)
+                self._commit(groups, rule or self.options.get("optimizer", "adamw"))
 
-    def _commit(self, groups: Optional[Sequence[Dict[str, Any]]]) -> None:
+    def _commit(self, groups: Optional[Sequence[Dict[str, Any]]], rule: str) -> None:
         self.groups = {p: i for i, group in enumerate(groups or ()) for p in group["params"]}
+        self.rule = rule
         engine = self.make_engine()
         self.places = describe.describe(engine, self.plans, self.names, self.groups)
         self._compare_values(engine.communicator)
@@ -279,13 +282,22 @@ class Sharded:
             self._bind(p, self.view(engine.address(unit, index), p.shape))
             if p.requires_grad:
                 p.register_post_accumulate_grad_hook(lambda p: me().take_gradient(p))
-        self.stand_ins = {p: stand_in.Gradient(p, me, i == 0)
-                          for i, p in enumerate(q for q in self.parameters if q.requires_grad)}
-        self.frozen = [not p.requires_grad for p in self.parameters]
+        self.updated = {p for p in self.parameters if p.requires_grad}
+        self._note_frozen()
         self.guard = guard.Guard(self, always=bool(self.given.get("check")))
         memory.watch(self)
         if self.device.type == "cpu":
             memory.trim_heap()  # The values were on the heap.
+
+    def _note_frozen(self) -> None:
+        """Takes over requires_grad: the parameters that have gradients."""
+        self.frozen = [not p.requires_grad for p in self.parameters]
+        self.stand_ins = {p: self.stand_ins[p] if p in self.stand_ins else stand_in.Gradient(p, weakref.ref(self))
+                          for p in self.parameters if p.requires_grad}
+        for i, gradient in enumerate(self.stand_ins.values()):
+            gradient.first = i == 0
+        for unit in self.units:
+            unit.trainable = sum(p.requires_grad for p in unit.plan.own)
 
     def _bind(self, p: nn.Parameter, view: torch.Tensor) -> None:
         if p.is_meta:
@@ -430,10 +442,11 @@ class Sharded:
             self.evaluating = False
         if self.in_step and not self.backward_over:
             return False
-        if self.in_step and self.gradients_were_cleared():
+        if self.in_step and (self.gradients_were_cleared() or not self.stand_ins
+                             or not self.has_gradients and self.freezing()):
             self.abandon()
         if not self.in_step:
-            self._check_frozen()
+            self.freeze()
             self.guard.begin_step()
             self.engine.step_begin()
             self.in_step, self.micro_step = True, -1
@@ -444,11 +457,21 @@ class Sharded:
         self.engine.micro_step_begin(self.micro_step)
         return True
 
-    def _check_frozen(self) -> None:
-        for p, frozen in zip(self.parameters, self.frozen):
-            if p.requires_grad == frozen:
-                raise Unsupported(f"requires_grad of {self.names[p]} was changed after shard(); freeze parameters "
-                                  "before it")
+    def freezing(self) -> List[nn.Parameter]:
+        """The parameters of which requires_grad differs from the engine's."""
+        return [p for p, frozen in zip(self.parameters, self.frozen) if p.requires_grad == frozen]
+
+    def freeze(self) -> None:
+        """Follows requires_grad, between steps. Collective."""
+        changed = self.freezing()
+        for p in changed:
+            if p not in self.updated:
+                raise Unsupported(f"{self.names[p]} was frozen when the optimizer was made, so it has no optimizer states; "
+                                  "make it trainable before that, and freeze it afterwards")
+            self.engine.freeze(*self.places[p][0], not p.requires_grad)
+            p.grad = None
+        if changed:
+            self._note_frozen()
 
     def gradients_were_cleared(self) -> bool:
         """The program set the gradients of this step to None or to zero, as zero_grad() does.
@@ -533,6 +556,9 @@ class Sharded:
         if outside:
             unit.acquire_backward(task)
         address, adds = self.engine.gradient(unit.index, index)
+        if p not in self.stand_ins:
+            raise Unsupported(f"requires_grad of {self.names[p]} was switched on between the backward passes of a step; "
+                              "switch it after optimizer.step()")
         key = (p, address)
         if key not in self.views:
             self.views[key] = self.view(address, p.shape)
@@ -585,9 +611,14 @@ class Sharded:
         self.engine.hyperparameter("gradient-factor", factor)
         self.engine.hyperparameter("clip", self.clip)
         for i, group in enumerate(groups):
-            for name, value in (("lr", group["lr"]), ("weight-decay", group["weight_decay"]),
-                                ("beta1", group["betas"][0]), ("beta2", group["betas"][1]),
-                                ("epsilon", group["eps"])):
+            values = {"lr": group["lr"], "weight-decay": group["weight_decay"]}
+            if "betas" in group:
+                values["beta1"], values["beta2"] = group["betas"]
+            if "eps" in group:
+                values["epsilon"] = group["eps"]
+            if self.rule == "sgd":
+                values["beta1"] = group["momentum"]
+            for name, value in values.items():
                 self.engine.hyperparameter(name, float(value), i)
         result = self.engine.step()
         self.in_step = self.has_gradients = False

@@ -23,11 +23,11 @@ class Gradient(torch.Tensor):
     """
 
     @staticmethod
-    def __new__(cls, p: torch.nn.Parameter, owner: "weakref.ref[Sharded]", first: bool) -> "Gradient":
+    def __new__(cls, p: torch.nn.Parameter, owner: "weakref.ref[Sharded]") -> "Gradient":
         return torch.Tensor._make_wrapper_subclass(cls, p.shape, dtype=p.dtype, device=p.device)
 
-    def __init__(self, p: torch.nn.Parameter, owner: "weakref.ref[Sharded]", first: bool) -> None:
-        self.owner, self.first = owner, first
+    def __init__(self, p: torch.nn.Parameter, owner: "weakref.ref[Sharded]") -> None:
+        self.owner, self.first = owner, False
         self.factor = 1.0  # The program scaled the gradient by this.
         self.is_zero = False  # The program cleared it by zero_().
 

@@ -315,17 +315,39 @@ def load(model: nn.Module, path: Path) -> List[str]:
 
 # --- saved states ---
 
-def save(model: nn.Module, directory: Path, state: Any = None) -> None:
+class Saving:
+    """A state that save(background=True) writes while training goes on."""
+
+    def __init__(self, sharded: Sharded) -> None:
+        self._sharded = sharded
+
+    def result(self) -> None:
+        """Waits until the state is whole. Collective, between steps. Errors: InputOutputError; it was not saved."""
+        self._sharded.between_steps()
+        self._sharded.engine.save_end()
+
+
+def save(model: nn.Module, directory: Path, state: Any = None, background: bool = False) -> Optional[Saving]:
     """Saves weights, moments, step counts and `state` (anything that JSON can hold) under `directory`.
 
     A kill at any moment leaves the last saved state whole. restore() takes it at any number of ranks and any stage.
+    `background`: a thread writes a copy in host memory while training goes on; it needs shard(save_async=True). The state
+    is whole when result() of the returned object, the next save() or restore() has returned.
     Collective. Errors: InputOutputError; training may go on.
     """
     sharded = sharded_of(model)
     sharded.between_steps()
     shapes = {sharded.names[p]: {"shape": list(p.shape), "dtype": str(p.dtype).replace("torch.", "")}
               for p in sharded.parameters}
-    sharded.engine.save(directory, json.dumps({"parameters": shapes, "state": state}).encode())
+    text = json.dumps({"parameters": shapes, "state": state}).encode()
+    if not background:
+        sharded.engine.save(directory, text)
+        return None
+    if not sharded.options.get("save_async"):
+        raise InvalidArgument("save(background=True) needs host memory for a copy; give shard(save_async=True), or leave out "
+                              "background")
+    sharded.engine.save_begin(directory, text)
+    return Saving(sharded)
 
 
 def restore(model: nn.Module, directory: Path) -> Any:
