@@ -15,7 +15,7 @@ from typing import Any
 from forebay._library import (Corruption, Error, InputOutputError, Internal, InvalidArgument, OutOfMemory,
                               PeerLost, Timeout, Unavailable, Unsupported)
 from forebay.core import (Arena, Checkpointer, Communicator, Device, Engine, LocalGroup, Options, PinnedPool,
-                          StepResult, devices, explain, plan, version)
+                          StepResult, devices, explain, plan, simulate, version)
 
 _TORCH = ("Adam", "AdamW", "Lion", "SGD", "shard", "wrap", "gathered", "load", "save", "restore", "report", "digest",
           "offload_activations")
@@ -23,7 +23,7 @@ _ALLOCATOR = ("enable_allocator", "memory_pool")
 
 __all__ = ["Arena", "Checkpointer", "Communicator", "Corruption", "Device", "Engine", "Error", "InputOutputError",
            "Internal", "InvalidArgument", "LocalGroup", "Options", "OutOfMemory", "PeerLost", "PinnedPool",
-           "StepResult", "Timeout", "Unavailable", "Unsupported", "devices", "explain", "plan", "version",
+           "StepResult", "Timeout", "Unavailable", "Unsupported", "devices", "explain", "plan", "simulate", "version",
            *_TORCH, *_ALLOCATOR]
 
 

@@ -10,11 +10,13 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import subprocess
-from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple, Union
+import tempfile
+from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple, Type, Union
 
 from forebay import _library
-from forebay._library import Error, Handle, InvalidArgument, Unavailable, library, report, result
+from forebay._library import Error, Handle, InvalidArgument, OutOfMemory, Unavailable, library, report, result
 
 NO_STREAM = ctypes.c_void_p(-1).value  # Blocks that only the host uses.
 PERSISTENT, FIXED, PAUSABLE = 1, 2, 4
@@ -630,11 +632,64 @@ def explain(snapshot: Union[str, os.PathLike], command: Iterable[str] = ()) -> s
     PATH.
     Errors: Unavailable without the program; Error with its message where it fails.
     """
+    return _text_of_command("explain", [os.fspath(snapshot)], command)
+
+
+class Simulation(Dict[str, Any]):
+    """The figures of simulate(), as a dictionary; str() is a summary."""
+
+    def __str__(self) -> str:
+        memory = self["memory"]
+        rows = [("step", f"{self['step_seconds']:.4g} s"),
+                ("tokens/s", f"{self['tokens_per_second']:.4g}"),
+                ("model FLOPs utilisation", f"{100 * self['model_flops_utilisation']:.1f} %"),
+                ("most time", self["bottleneck"]),
+                ("device memory, GiB", f"{memory['reserved'] / 2**30:.2f} of {memory['device'] / 2**30:.2f}")]
+        rows += [(f"{place}, GiB", f"{memory[key] / 2**30:.2f}")
+                 for place, key in (("pinned host memory", "host"), ("files", "files")) if memory[key]]
+        changes = sorted(self.get("changes", ()), key=lambda change: change["step_seconds"])
+        rows += [("would help", f"{change['change']}: {change['step_seconds']:.4g} s") for change in changes[:1]]
+        lines = [f"{self['ranks']} ranks of {self['cluster']}, {self['device']}, simulated"]
+        return "\n".join(lines + [f"  {name:<26}{value}" for name, value in rows])
+
+
+def simulate(model: Any, ranks: Optional[int] = None, cluster: str = "dgx-h100", **options: Any) -> Simulation:
+    """The time and memory of a training step on a cluster that is not here; print() shows a summary.
+
+    `model`: a Hugging Face config as for plan(), gpt2 or llama, or a module that has one. `ranks`: all devices;
+    None: those of one host. `cluster`: dgx-2, dgx-a100, dgx-h100 or the path of a JSON file. `options` are those of
+    `forebay simulate`: batch, sequence, stage, dtype, offload, recompute="block", tensor_parallel,
+    timeline="step.json", no_changes=True (faster), ... The result has step_seconds, tokens_per_second,
+    model_flops_utilisation, seconds by cause, memory in bytes, and changes of the machine that would help.
+    Errors: InvalidArgument, and OutOfMemory where the plan does not fit into a device.
+    """
+    if hasattr(model, "named_parameters"):
+        if not hasattr(getattr(model, "config", None), "to_dict"):
+            raise InvalidArgument(f"simulate() of a {type(model).__name__} without a config; give a Hugging Face config, "
+                                  "as a dict or a file")
+        model = model.config
+    words = ["--cluster", os.fspath(cluster), "--json"]
+    for name, value in {"ranks": ranks, **options}.items():
+        if value is not None and value is not False:
+            words += ["--" + name.replace("_", "-"), *([] if value is True else [_text(value)])]
+    with tempfile.NamedTemporaryFile("w", suffix=".json", encoding="utf-8") as file:
+        file.write(_config_text(model))
+        file.flush()
+        return Simulation(json.loads(_text_of_command("simulate", ["--config", file.name, *words], (),
+                                                      {1: OutOfMemory, 2: InvalidArgument})))
+
+
+def _text_of_command(name: str, words: List[str], command: Iterable[str] = (),
+                     errors: Optional[Dict[int, Type[Error]]] = None) -> str:
+    """The output of `forebay NAME WORDS...`. `errors`: the exceptions of exit codes; their texts name options of Python."""
     program = list(command) or [_library.command()]
     try:
-        done = subprocess.run([*program, "explain", os.fspath(snapshot)], capture_output=True, text=True, check=False)
+        done = subprocess.run([*program, name, *words], capture_output=True, text=True, check=False)
     except OSError as error:
         raise Unavailable(f"{program[0]} cannot be started: {error}. Set FOREBAY_COMMAND to its path.") from None
     if done.returncode != 0:
-        raise Error(done.stderr.strip() or f"{program[0]} explain ended with {done.returncode}")
+        text = done.stderr.strip() or f"{program[0]} {name} ended with {done.returncode}"
+        if errors:
+            text = re.sub(r"--([a-z][a-z-]*)", lambda option: option[1].replace("-", "_"), text)
+        raise (errors or {}).get(done.returncode, Error)(text)
     return done.stdout

@@ -214,5 +214,31 @@ class Plans(unittest.TestCase):
             self.assertEqual(forebay.plan(directory, ranks=2), forebay.plan(path, ranks=2))
 
 
+@unittest.skipUnless(os.path.exists(os.environ.get("FOREBAY_COMMAND", "")), "FOREBAY_COMMAND names no program")
+class Simulations(unittest.TestCase):
+    def test_a_step_on_another_cluster(self):
+        fast = forebay.simulate(GPT2, ranks=8, stage=3, batch=4, no_changes=True)
+        slow = forebay.simulate(GPT2, ranks=8, stage=3, batch=4, recompute="block", no_changes=True)
+        self.assertGreater(slow["step_seconds"], fast["step_seconds"])
+        self.assertNotIn("changes", fast)
+        self.assertRegex(str(fast), r"^8 ranks of dgx-h100, .*\n  step +[0-9.]+ s\n")
+        with tempfile.TemporaryDirectory() as directory:
+            step = os.path.join(directory, "step.json")
+            with_changes = forebay.simulate(GPT2, cluster="dgx-2", stage=2, offload="optimizer", timeline=step)
+            self.assertGreater(os.path.getsize(step), 0)
+        self.assertGreater(with_changes["memory"]["host"], 0)
+        self.assertRegex(str(with_changes), "pinned host memory, GiB.*\n  would help")
+
+    def test_mistakes_are_named_as_options_of_python(self):
+        with self.assertRaisesRegex(forebay.InvalidArgument, "ranks is 3, which tensor_parallel 2 does not divide"):
+            forebay.simulate(GPT2, ranks=3, tensor_parallel=2)
+        with self.assertRaisesRegex(forebay.InvalidArgument, "there is no option overlap"):
+            forebay.simulate(GPT2, overlap=True)
+        with self.assertRaisesRegex(forebay.InvalidArgument, "nowhere"):
+            forebay.simulate(GPT2, cluster="nowhere")
+        with self.assertRaises(forebay.OutOfMemory):
+            forebay.simulate({**GPT2, "n_embd": 16384, "n_layer": 96}, ranks=1)
+
+
 if __name__ == "__main__":
     support.main()
