@@ -2,6 +2,7 @@
 or anywhere:
 
     wheel_trial.py forebay.whl minimal.py    makes an environment in HOME, installs the wheel there and tries it
+    wheel_trial.py --installed VENV          tries a wheel that is installed in an environment, without PyTorch
     wheel_trial.py --digests                 prints the digests of trainings by the library that FOREBAY_LIBRARY names
 
 FOREBAY_TRIAL_TORCH=0 leaves out PyTorch, which is installed from PyPI.
@@ -89,6 +90,13 @@ with forebay.Communicator(forebay.Device(), rank=rank, size=2, store=store, comm
     print(ranks.exchange(bytes([65 + ranks.rank])))
 """
 
+CONFIGS = """
+import forebay
+model = {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "n_positions": 1024, "vocab_size": 50257}
+print(forebay.plan(model, ranks=16, stage=3))
+print(forebay.simulate(model, cluster="dgx-2", batch=4, stage=3))
+"""
+
 # A rank of torchrun: minimal.py with the options of the trial, and the digest at the end.
 RANK_PROGRAM = """
 import os, re, sys
@@ -149,22 +157,16 @@ def torch_digest(python, wheel_python, minimal, options):
     return found.pop()
 
 
-def main():
-    wheel, minimal = (os.path.abspath(name) for name in sys.argv[1:3])
-    assert os.geteuid() != 0, "as root this is no trial"
-    found = [name for name in ("cc", "gcc", "g++", "c++", "clang") if shutil.which(name)]
-    assert not found, f"there is a compiler: {found}"
-    venv = HOME / "venv"
-    run(sys.executable, "-m", "venv", venv)
-    run(venv / "bin/pip", "install", "--no-index", wheel)
+def try_installed(venv):
+    """The package and the command of an environment: import, plan, simulate, run, trainings of threads and processes."""
     python, forebay = venv / "bin/python", venv / "bin/forebay"
-    passed("installed by pip as user " + str(os.geteuid()) + ", without a compiler")
-
     version = run(python, "-c", "import forebay; print(forebay.version())").strip()
     for command in ([forebay], [python, "-m", "forebay"]):
         expect(run(*command, "--version"), f"^forebay {re.escape(version)}\n$")
         expect(run(*command, "plan", "--parameters", 7500000000, "--ranks", 64, "--stage", 3, "--dtype", "bf16"), "stage 3")
     passed(f"import, `forebay`, `python -m forebay` and `forebay plan`: {version}")
+    expect(run(python, "-c", CONFIGS), r"ZeRO stage 3(.|\n)*16 ranks of dgx-2, .*simulated\n  step ")
+    passed("forebay.plan() and forebay.simulate()")
     expect(run(forebay, "run", "--", python, "-c", "import os; print(os.environ['LD_PRELOAD'])"),
            r"(?m)^/.*/forebay/lib/libforebay-preload.so$")
     expect(run(python, "-c", "import forebay; forebay.enable_allocator()", fails=True), "Unavailable: .*Install torch")
@@ -173,6 +175,19 @@ def main():
     passed("3 ranks, stages 0 to 3, with and without offload: one digest for each dtype")
     exchange(python, HOME)
     passed("2 processes over Gloo and over shared memory, which meet in a directory and at a tcp:// address")
+
+
+def main():
+    wheel, minimal = (os.path.abspath(name) for name in sys.argv[1:3])
+    assert os.geteuid() != 0, "as root this is no trial"
+    found = [name for name in ("cc", "gcc", "g++", "c++", "clang") if shutil.which(name)]
+    assert not found, f"there is a compiler: {found}"
+    venv = HOME / "venv"
+    run(sys.executable, "-m", "venv", venv)
+    run(venv / "bin/pip", "install", "--no-index", wheel)
+    python = venv / "bin/python"
+    passed("installed by pip as user " + str(os.geteuid()) + ", without a compiler")
+    try_installed(venv)
 
     if os.environ.get("FOREBAY_TRIAL_TORCH") == "0":
         print("left out: PyTorch")
@@ -193,5 +208,7 @@ def main():
 if __name__ == "__main__":
     if sys.argv[1:] == ["--digests"]:
         digests()
+    elif sys.argv[1:2] == ["--installed"]:
+        try_installed(pathlib.Path(sys.argv[2]))
     else:
         main()
