@@ -97,7 +97,7 @@ class Data(torch.utils.data.Dataset):
         return {"input_ids": tokens, "labels": tokens.clone()}
 
 
-def trainer_log(is_sharded, stage=3, **arguments):
+def trainer_log(is_sharded, stage=3, again=False, **arguments):
     transformers.set_seed(0)
     model = gpt2(dropout=0.1)
     optimizers = (None, None)
@@ -112,6 +112,8 @@ def trainer_log(is_sharded, stage=3, **arguments):
                 per_device_train_batch_size=2, report_to=[], save_strategy="no", eval_strategy="steps", eval_steps=2,
                 disable_tqdm=True, **arguments))
         trainer.train()
+        if again:
+            trainer.train()
     log = [{key: row[key] for key in ("loss", "grad_norm", "eval_loss") if key in row}
            for row in trainer.state.log_history]
     return log, forebay.digest(model) if is_sharded else None
@@ -282,6 +284,8 @@ class Trainer(Close):
     def test_accumulation_clipping_and_checkpointing(self):
         self.compare(gradient_accumulation_steps=2, max_grad_norm=0.5, gradient_checkpointing=True)
 
+    def test_it_trains_twice(self):
+        self.compare(again=True)
 
     def test_two_ranks_under_torchrun(self):
         [(expected, _)] = self.torchrun({"is_sharded": False})

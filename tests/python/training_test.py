@@ -121,6 +121,17 @@ class OneRank(unittest.TestCase):
             if not isinstance(optimizer, Lion):  # torch has none.
                 self.close(seen, models.train(plain, optimizer))
 
+    def test_a_parameter_group_without_parameters(self):
+        digests = []
+        for at in (None, 0, 1):
+            model = forebay.shard(models.make(), stage=3)
+            groups = [{"params": list(model.parameters())}]
+            if at is not None:
+                groups.insert(at, {"params": [], "lr": 3.0})
+            models.train(model, forebay.AdamW(model, groups, lr=1e-2), steps=2)
+            digests.append(forebay.digest(model))
+        self.assertEqual(len(set(digests)), 1)
+
     def test_parameters_are_frozen_and_unfrozen(self):
         results = []
         for stage in (None, 0, 3):
@@ -196,6 +207,7 @@ class OneRank(unittest.TestCase):
             forebay.AdamW(model)
             with forebay.gathered(model, write=True):
                 model.norm.weight.mul_(3)
+                self.assertEqual(model.state_dict()["norm.weight"][0], 3)
             self.assertTrue(torch.equal(model.state_dict()["norm.weight"], torch.full((32,), 3.0)))
 
     def test_save_and_restore_with_the_state_of_the_trainer(self):

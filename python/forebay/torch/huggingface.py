@@ -47,7 +47,9 @@ def _teach_accelerate(module: ModuleType) -> None:
 
     @functools.wraps(prepare_optimizer)
     def wrapped(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(optimizer, torch.optim.Optimizer) and not isinstance(optimizer, Optimizer):
+        # Accelerate's own wrapper comes back where a Trainer trains again.
+        if isinstance(optimizer, torch.optim.Optimizer) and not isinstance(getattr(optimizer, "optimizer", optimizer),
+                                                                           Optimizer):
             if any(hasattr(p, "_forebay") for group in optimizer.param_groups for p in group["params"]):
                 optimizer = wrap(optimizer)
         return prepare_optimizer(self, optimizer, *args, **kwargs)

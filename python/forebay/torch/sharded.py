@@ -611,6 +611,8 @@ class Sharded:
         self.engine.hyperparameter("gradient-factor", factor)
         self.engine.hyperparameter("clip", self.clip)
         for i, group in enumerate(groups):
+            if not group["params"]:  # As the Trainer's group without weight decay, over LoRA's matrices.
+                continue
             values = {"lr": group["lr"], "weight-decay": group["weight_decay"]}
             if "betas" in group:
                 values["beta1"], values["beta2"] = group["betas"]

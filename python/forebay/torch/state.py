@@ -201,6 +201,7 @@ def gathered(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
     finally:
         for p, place in places.items():
             p.data = place
+        sharded.end_evaluation()  # Passes and state_dict() within.
     for p, value in values.items():
         sharded.set_value(p, value)
 
