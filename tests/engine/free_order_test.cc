@@ -418,13 +418,23 @@ TEST(FreeOrderCalls, AllRanksMayAbandonBeforeAnOrderIsKnown) {
 
 // A rank cannot follow an order that it does not know.
 TEST(FreeOrderCalls, ARankAloneCannotAbandonBeforeAnOrderIsKnown) {
-  ToyOptions options = recorded_options(2, DataType::kFloat32, 2);
-  options.abandons = [](int rank, int step) { return step == 0 && rank == 0; };
   WorldOptions world;
   world.local.deadline = std::chrono::seconds(1);
-  const std::string message = error_of(options, world);
-  EXPECT_NE(message.find("rank 0 in exchange"), std::string::npos) << message;
-  EXPECT_NE(message.find("rank 1 in reduce_scatter"), std::string::npos) << message;
+  for (const int ranks : {2, 3, 4}) {
+    for (const int alone : {0, ranks - 1}) {
+      SCOPED_TRACE(std::to_string(ranks) + " ranks, rank " + std::to_string(alone) + " alone");
+      ToyOptions options = recorded_options(2, DataType::kFloat32, ranks);
+      options.abandons = [alone](int rank, int step) { return step == 0 && rank == alone; };
+      const auto began = std::chrono::steady_clock::now();
+      const std::string message = error_of(options, world);
+      EXPECT_LT(std::chrono::steady_clock::now() - began, std::chrono::seconds(10));
+      for (int rank = 0; rank < ranks; ++rank) {
+        const std::string place =
+            "rank " + std::to_string(rank) + (rank == alone ? " in exchange" : " in reduce_scatter");
+        EXPECT_NE(message.find(place), std::string::npos) << place << " is not in: " << message;
+      }
+    }
+  }
 }
 
 TEST(FreeOrderCalls, OutOfTurnChangeNothing) {
