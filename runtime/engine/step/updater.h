@@ -55,6 +55,8 @@ class Updater : private StepPart {
 
   // Forgets states read ahead, because the caller changes them. Requires: synchronize(), files.
   void drop_read_ahead() { pass_->drop(); }
+  // Waits for the parts that are read ahead. Errors: the store's.
+  Status wait_for_read_ahead() { return pass_ != nullptr ? pass_->wait_for_reads() : Status(); }
 
   // Offloaded units only.
   const EngineStream& host_stream() const { return host_stream_; }
