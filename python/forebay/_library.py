@@ -192,6 +192,7 @@ FUNCTIONS: Dict[str, str] = {
     "engine_add_unit": "hsiI",
     "engine_add_parameter": "hisuiiI",
     "engine_declare_shape": "hiiUu",
+    "engine_declare_split": "hiiUuiuuu",
     "engine_tie": "hiiiI",
     "engine_share": "hih",
     "engine_add_model": "hs",

@@ -381,6 +381,14 @@ class Engine(_Reported):
         """Declares the dimensions of a parameter, which saved state keeps for the tools that read it."""
         library().engine_declare_shape(self, unit, index, (ctypes.c_uint64 * len(shape))(*shape), len(shape))
 
+    def declare_split(
+        self, unit: int, index: int, shape: Sequence[int], dimension: int, part: int, parts: int, sections: int = 1
+    ) -> None:
+        """Declares a parameter as part `part` of `parts` of a tensor of dimensions `shape`, for saved state."""
+        library().engine_declare_split(
+            self, unit, index, (ctypes.c_uint64 * len(shape))(*shape), len(shape), dimension, sections, part, parts
+        )
+
     def freeze(self, unit: int, index: int, frozen: bool = True) -> None:
         """Freezes a parameter from the next step on, or unfreezes it. Every rank makes the same calls."""
         library().engine_freeze(self, unit, index, frozen)

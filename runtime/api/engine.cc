@@ -310,6 +310,21 @@ std::int32_t forebay_engine_declare_shape(forebay_engine* engine, std::int32_t u
   });
 }
 
+std::int32_t forebay_engine_declare_split(forebay_engine* engine, std::int32_t unit, std::int32_t index,
+                                          const std::uint64_t* shape, std::uint64_t dimension_count,
+                                          std::int32_t dimension, std::uint64_t sections, std::uint64_t part,
+                                          std::uint64_t parts) {
+  return guarded(__func__, [&] {
+    if (shape == nullptr) misuse("shape is null; give the dimensions of the whole tensor");
+    const auto held = hold(engine);
+    engine_of(*held).declare_split(resolve(*held, unit, index), {.shape = {shape, shape + dimension_count},
+                                                                 .dimension = dimension,
+                                                                 .sections = sections,
+                                                                 .part = part,
+                                                                 .parts = parts});
+  });
+}
+
 std::int32_t forebay_engine_tie(forebay_engine* engine, std::int32_t unit, std::int32_t of_unit,
                                 std::int32_t of_index, std::int32_t* index) {
   return guarded(__func__, [&] {

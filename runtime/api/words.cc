@@ -23,6 +23,7 @@ constexpr Pair kCalls[] = {
     {"declare_activations", "forebay_engine_declare_activations"},
     {"declare_optional", "FOREBAY_OPTIONAL"},
     {"declare_shape", "forebay_engine_declare_shape"},
+    {"declare_split", "forebay_engine_declare_split"},
     {"evaluation_begin", "forebay_evaluation_begin"},
     {"evaluation_end", "forebay_evaluation_end"},
     {"fetch", "forebay_fetch"},

@@ -9,6 +9,7 @@
 #include "forebay/log.h"
 #include "runtime/engine/engine_impl.h"
 #include "runtime/engine/state/background_save.h"
+#include "runtime/engine/state/tensor_places.h"
 
 namespace forebay {
 
@@ -177,6 +178,24 @@ void Engine::declare_shape(ParameterId parameter, Span<const std::uint64_t> shap
                 "its elements");
   }
   described.shape.assign(shape.begin(), shape.end());
+}
+
+void Engine::declare_split(ParameterId parameter, const TensorSplit& split) {
+  Impl& impl = *impl_;
+  impl.expect(Impl::Phase::kDescribe, "declare_split()");
+  impl.check_parameter(parameter, "declare_split()");
+  ParameterShape& described = impl.model.units[static_cast<std::size_t>(parameter.unit)]
+                                  .parameters[static_cast<std::size_t>(parameter.index)];
+  const Result<internal::TensorPlaces> places = internal::TensorPlaces::of(split);
+  if (!places.ok())
+    impl.misuse("declare_split() of parameter " + described.name + ": " + places.status().message());
+  if (places.value().part_count() != described.count) {
+    impl.misuse("declare_split() of parameter " + described.name + ", which has " +
+                std::to_string(described.count) + " elements, with a split into parts of " +
+                std::to_string(places.value().part_count()) +
+                "; give the parameter the count of its part, with the padding of the last parts");
+  }
+  described.split = split;
 }
 
 int Engine::tie(UnitId unit, ParameterId parameter) {

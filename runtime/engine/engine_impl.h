@@ -33,7 +33,6 @@ namespace forebay {
 namespace internal {
 class BackgroundSave;
 class SavedState;
-struct StateFileEnd;
 }  // namespace internal
 
 // The ranges of AdamW's constants, which fp32 must hold. Errors: kInvalidArgument naming one.
@@ -264,9 +263,13 @@ struct Engine::Impl : StepContext {
   // Gives the values of a part, which may lie in `memory`.
   using PartReader = std::function<std::span<const float>(const SavedPart& part, std::vector<float>& memory)>;
   std::span<const float> read_part(const SavedPart& part, std::vector<float>& memory);
-  internal::StateFileEnd write_values(internal::StateFile target, const PartReader& read) const;
-  nlohmann::json state_manifest(const std::string& trainer_state) const;
+  Communicator& state_ranks(const std::string& directory);
+  bool saves(int unit, const ParameterShape& parameter) const;
+  void write_values(internal::StateFile target, bool saves_grid, const PartReader& read) const;
+  nlohmann::json state_manifest(const std::string& trainer_state, int saving_ranks) const;
   std::string load_state(const std::string& directory, std::optional<std::uint64_t> step);
+  void load_part(internal::SavedState& saved, const ParameterShape& parameter, const char* field,
+                 std::uint64_t offset, std::span<float> values);
   void load_values(internal::SavedState& saved);
   Status local_verdict(const std::function<void()>& work) const;
 

@@ -675,9 +675,10 @@ TEST_F(SavedState, NamesTheDamagedFile) {
     std::filesystem::rename(copy, file);
     return status;
   };
-  const Status truncated = with_changed_file("rank-1-of-2", [](const std::filesystem::path& file) {
-    std::filesystem::resize_file(file, std::filesystem::file_size(file) - 100);
-  });
+  const Status truncated =
+      with_changed_file("rank-1-of-2.safetensors", [](const std::filesystem::path& file) {
+        std::filesystem::resize_file(file, std::filesystem::file_size(file) - 100);
+      });
   EXPECT_EQ(truncated.code(), StatusCode::kCorruption) << truncated.to_string();
   const auto flip_at = [](std::uintmax_t offset) {
     return [offset](const std::filesystem::path& file) {
@@ -688,15 +689,17 @@ TEST_F(SavedState, NamesTheDamagedFile) {
       stream.put(byte);
     };
   };
-  const std::uintmax_t bytes = std::filesystem::file_size(state / "rank-0-of-2");
+  const std::uintmax_t bytes = std::filesystem::file_size(state / "rank-0-of-2.safetensors");
   for (const std::uintmax_t offset :
        {std::uintmax_t{0}, std::uintmax_t{9}, bytes / 2, bytes - 300, bytes - 3}) {
-    const Status flipped = with_changed_file("rank-0-of-2", flip_at(offset));
+    const Status flipped = with_changed_file("rank-0-of-2.safetensors", flip_at(offset));
     EXPECT_EQ(flipped.code(), StatusCode::kCorruption) << "offset " << offset << ": " << flipped.to_string();
   }
   EXPECT_EQ(with_changed_file("manifest.json", flip_at(60)).code(), StatusCode::kCorruption);
-  EXPECT_EQ(with_changed_file("rank-0-of-2", [](const auto& file) { std::filesystem::remove(file); }).code(),
-            StatusCode::kIoError);
+  EXPECT_EQ(
+      with_changed_file("rank-0-of-2.safetensors", [](const auto& file) { std::filesystem::remove(file); })
+          .code(),
+      StatusCode::kIoError);
   ASSERT_TRUE(load().ok());
 
   ToyOptions other = options;
@@ -730,14 +733,12 @@ TEST_F(SavedState, NamesAByteThatChangedInAnyRun) {
     trainer.initialize();
     trainer.engine().save_state(directory_, "x");
   });
-  const std::string file = directory_ + "/step-000000000000/rank-0-of-1";
+  const std::string file = directory_ + "/step-000000000000/rank-0-of-1.safetensors";
   std::fstream stream(file, std::ios::in | std::ios::out | std::ios::binary);
-  std::uint64_t trailer[2];
-  stream.seekg(-static_cast<std::streamoff>(sizeof trailer), std::ios::end);
-  stream.read(reinterpret_cast<char*>(trailer), sizeof trailer);
-  std::string index(trailer[0], '\0');
-  stream.seekg(-static_cast<std::streamoff>(sizeof trailer + index.size()), std::ios::end);
-  stream.read(index.data(), static_cast<std::streamsize>(index.size()));
+  std::uint64_t length = 0;
+  stream.read(reinterpret_cast<char*>(&length), sizeof length);
+  std::string header(length, '\0');
+  stream.read(header.data(), static_cast<std::streamsize>(length));
   const auto change = [&](std::uint64_t at) {
     stream.seekg(static_cast<std::streamoff>(at));
     const char byte = static_cast<char>(stream.get() ^ 1);
@@ -746,14 +747,17 @@ TEST_F(SavedState, NamesAByteThatChangedInAnyRun) {
     stream.flush();
   };
   int runs = 0;
-  for (const nlohmann::json& run : nlohmann::json::parse(index)) {
-    const auto begin = run.at("at").get<std::uint64_t>();
-    for (const std::uint64_t at : {begin, begin + run.at("count").get<std::uint64_t>() * sizeof(float) - 1}) {
+  const nlohmann::json tensors = nlohmann::json::parse(header);
+  for (const auto& [name, run] : tensors.items()) {
+    if (name == "__metadata__" || name == "checksums") continue;
+    const auto data = sizeof length + length;
+    const std::uint64_t begin = data + run.at("data_offsets").at(0).get<std::uint64_t>();
+    const std::uint64_t end = data + run.at("data_offsets").at(1).get<std::uint64_t>();
+    for (const std::uint64_t at : {begin, end - 1}) {
       change(at);
       const Status status = load();
-      EXPECT_EQ(status.code(), StatusCode::kCorruption) << run << ", byte " << at;
-      EXPECT_NE(status.message().find(run.at("parameter").get<std::string>()), std::string::npos)
-          << status.message();
+      EXPECT_EQ(status.code(), StatusCode::kCorruption) << name << ", byte " << at;
+      EXPECT_NE(status.message().find(name.substr(0, name.find('/'))), std::string::npos) << status.message();
       change(at);
     }
     ++runs;

@@ -16,7 +16,7 @@
 #include "forebay/check.h"
 #include "forebay/error.h"
 #include "forebay/saved_state.h"
-#include "runtime/engine/state/state_files.h"
+#include "runtime/engine/state/saved_state.h"
 #include "tests/fuzz/picker.h"
 
 namespace {
@@ -123,13 +123,64 @@ std::string structured(std::string_view bytes) {
   return with_index(data, index.dump(-1, ' ', false, Json::error_handler_t::replace));
 }
 
+// Format 2: a file with right checksums, and a manifest with pieces in it and outside of it.
+void write_pieces(std::string_view bytes) {
+  using forebay::internal::StateDirectory;
+  Picker picker(bytes);
+  const std::string name = "rank-0-of-1.safetensors";
+  const StateDirectory state = StateDirectory(directory().path).subdirectory(kState);
+  const std::uint64_t count = 1 + picker.pick(200);
+  forebay::internal::StateFileWriter file(
+      state.create(name), std::vector<forebay::internal::StateParameter>{{.name = "p", .count = count}},
+      {{.parameter = 0, .field = 0, .offset = 0, .count = count}});
+  file.write(std::vector<float>(count, 1.0f));
+  file.finish();
+  const forebay::internal::StateFileIndex index(state.open(name));
+  const auto number = [&](std::uint64_t most) -> std::uint64_t {
+    return picker.pick(8) == 0 ? picker.number() : picker.pick(static_cast<std::uint32_t>(most) + 1);
+  };
+  Json parameters = Json::array();
+  for (std::uint32_t p = 0, last = picker.pick(4); p < last; ++p) {
+    Json parameter{{"name", "p" + std::to_string(p)}, {"frozen", false}, {"pieces", Json::array()}};
+    const std::uint64_t rows = number(6), columns = number(40);
+    parameter["shape"] = {rows, columns};
+    parameter["count"] = picker.pick(8) == 0 ? number(200) : rows * columns;
+    if (picker.pick(2) == 0) {
+      parameter["split"] = {{"dimension", number(2)}, {"sections", number(3)}, {"parts", number(4)}};
+    }
+    for (std::uint32_t i = 0, pieces = picker.pick(4); i < pieces; ++i) {
+      Json piece{{"file", number(0)}, {"part", number(3)}, {"offset", number(100)}, {"count", number(100)}};
+      for (const char* field : forebay::internal::kStateFields) {
+        if (picker.pick(4) > 0) piece[field] = {index.data_at + number(100) * 4, number(0)};
+      }
+      parameter["pieces"].push_back(std::move(piece));
+    }
+    parameters.push_back(std::move(parameter));
+  }
+  directory().write_manifest(Json{
+      {"format", 2},
+      {"attempted_steps", 3},
+      {"applied_steps", 2},
+      {"loss_scale", 1.0},
+      {"ranks", 1},
+      {"stage", 2},
+      {"dtype", "bf16"},
+      {"trainer_state", "x"},
+      {"files",
+       {{{"name", name},
+         {"bytes", index.bytes},
+         {"blocks", index.checksums.size()},
+         {"index_checksum", index.checksum}}}},
+      {"parameters", parameters}}.dump());
+}
+
 // Opens the state and reads all of it.
 void read_all() {
   constexpr std::uint64_t kMostValues = 1u << 20;
   SavedState saved(directory().path, kState);
-  for (const auto& [name, count] : saved.parameters()) {
+  for (const auto& [name, tensor] : saved.tensors()) {
     for (const char* field : forebay::internal::kStateFields) {
-      std::vector<float> values(std::min(count, kMostValues));
+      std::vector<float> values(std::min(tensor.places.count(), kMostValues));
       try {
         saved.read(name, field, 0, values);
         saved.read(name, field, values.size() / 2, std::span(values).subspan(values.size() / 2));
@@ -146,13 +197,13 @@ void verify_all() {
   for (const SavedParameter& parameter : reader.facts().parameters) elements += parameter.count;
   std::uint64_t seen = 0;
   reader.verify([&](std::uint64_t done, std::uint64_t) { seen = done; });
-  FOREBAY_CHECK(seen <= elements * 3 * sizeof(float), "more was read than there is");
+  FOREBAY_CHECK(seen / (3 * sizeof(float)) <= elements, "more was read than there is");
 }
 
 }  // namespace
 
 // The first byte selects the file that gets the rest: `latest`, the manifest with or without its envelope,
-// a rank's file, its index, or choices that make a rank's file.
+// a rank's file, its index, choices that make a rank's file, or pieces of format 2.
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   if (size == 0) return 0;
   const std::string rest(reinterpret_cast<const char*>(data) + 1, size - 1);
@@ -179,6 +230,9 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     }
     case 's':
       write_rank_file(structured(rest));
+      break;
+    case 'p':
+      write_pieces(rest);
       break;
     default:
       return 0;

@@ -7,7 +7,6 @@
 #include <new>
 #include <string>
 #include <utility>
-#include <vector>
 
 #include "forebay/error.h"
 #include "forebay/log.h"
@@ -86,7 +85,7 @@ void BackgroundSave::run() {
     directory.emplace(job_.directory);
     const StateDirectory temporary = directory->subdirectory(temporary_state(job_.name));
     const std::string file = state_file_name(job_.rank, job_.ranks);
-    static_cast<void>(job_.write(temporary.create(unfinished(file))));
+    job_.write(temporary.create(unfinished(file)));
     temporary.rename(unfinished(file), file);
   } catch (...) {
     status = error_of_save();
@@ -114,7 +113,6 @@ void BackgroundSave::run() {
 
 void BackgroundSave::publish(const StateDirectory& directory) {
   const StateDirectory temporary = directory.subdirectory(temporary_state(job_.name));
-  std::vector<StateFileEnd> ends;
   for (int r = 0; r < job_.ranks; ++r) {
     const std::string file = state_file_name(r, job_.ranks);
     while (!temporary.has(file)) {
@@ -124,9 +122,7 @@ void BackgroundSave::publish(const StateDirectory& directory) {
                                               temporary.path() + "; see the error of that rank");
       }
     }
-    ends.push_back(read_state_file_end(temporary.open(file)));
   }
-  job_.manifest["files"] = file_list(ends);
   publish_state(directory, job_.name, job_.manifest, job_.keep);
 }
 

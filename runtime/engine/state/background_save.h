@@ -29,7 +29,7 @@ struct BackgroundSaveJob {
   // Waits until the values are copied.
   std::function<Status()> copied;
   // Writes the values to this rank's file.
-  std::function<StateFileEnd(StateFile)> write;
+  std::function<void(StateFile)> write;
   // Rank 0 only.
   std::unique_ptr<StateLock> lock;
   nlohmann::json manifest;  // Without its files.

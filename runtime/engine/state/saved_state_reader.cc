@@ -6,7 +6,7 @@
 #include "forebay/error.h"
 #include "forebay/saved_state.h"
 #include "forebay/text.h"
-#include "runtime/engine/state/state_files.h"
+#include "runtime/engine/state/saved_state.h"
 
 namespace forebay {
 namespace {
@@ -86,20 +86,24 @@ struct SavedStateReader::Impl {
       facts.stage = small_number(manifest, "stage");
       manifest.at("dtype").get_to(facts.dtype);
       facts.optimizer = manifest.value("optimizer", facts.optimizer);
+      facts.weights_only = manifest.value("weights_only", false);
       manifest.at("trainer_state").get_to(facts.trainer_state);
       for (const Json& file : manifest.at("files"))
         facts.files.push_back({file.at("name").get<std::string>(), whole_number(file, "bytes")});
-      if (manifest.contains("parameters")) {
+      if (whole_number(manifest, "format") > 1) {
+        for (const std::string& parameter : state.names())
+          add_shape(add(parameter), state.tensors().at(parameter).shape);
+      } else if (manifest.contains("parameters")) {
         for (const Json& entry : manifest.at("parameters")) read_parameter(entry);
       } else {
-        for (const auto& [parameter, count] : state.parameters()) add(parameter, count);
+        for (const std::string& parameter : state.names()) add(parameter);
       }
     } catch (const Json::exception& error) {
       corrupt(std::string("its manifest is not as it was written: ") + error.what());
     }
-    if (facts.parameters.size() != state.parameters().size())
+    if (facts.parameters.size() != state.tensors().size())
       corrupt("its manifest lists " + std::to_string(facts.parameters.size()) +
-              " parameters, and its files have " + std::to_string(state.parameters().size()));
+              " parameters, and its files have " + std::to_string(state.tensors().size()));
   }
 
   int small_number(const Json& object, const char* name) const {
@@ -113,32 +117,36 @@ struct SavedStateReader::Impl {
                                              "; use another saved state");
   }
 
-  SavedParameter& add(const std::string& name, std::uint64_t count) {
-    return facts.parameters.emplace_back(SavedParameter{name,
-                                                        count,
-                                                        {count},
-                                                        false,
-                                                        !state.has(name, field_name(SavedField::kM)),
-                                                        state.has(name, field_name(SavedField::kV)),
-                                                        state.has(name, field_name(SavedField::kAverage))});
+  SavedParameter& add(const std::string& name) {
+    const std::uint64_t count = state.tensors().at(name).places.count();
+    const bool has_m = state.has(name, field_name(SavedField::kM));
+    return facts.parameters.emplace_back(
+        SavedParameter{.name = name,
+                       .count = count,
+                       .shape = {count},
+                       .frozen = !has_m && !facts.weights_only,
+                       .has_m = has_m,
+                       .has_v = state.has(name, field_name(SavedField::kV)),
+                       .has_average = state.has(name, field_name(SavedField::kAverage))});
   }
 
   void read_parameter(const Json& entry) {
     const auto name = entry.at("name").get<std::string>();
-    const auto found = state.parameters().find(name);
-    if (found == state.parameters().end()) corrupt("no file has its parameter " + shown_value(name));
-    SavedParameter& parameter = add(name, found->second);
+    if (!state.tensors().contains(name)) corrupt("no file has its parameter " + shown_value(name));
     std::vector<std::uint64_t> shape;
-    std::uint64_t count = 1;
-    for (const Json& extent : entry.at("shape")) {
+    for (const Json& extent : entry.at("shape"))
       shape.push_back(extent.get_ref<const Json::number_unsigned_t&>());
-      if (__builtin_mul_overflow(count, shape.back(), &count))
-        count = std::numeric_limits<std::uint64_t>::max();
-    }
+    add_shape(add(name), shape);
+  }
+
+  void add_shape(SavedParameter& parameter, const std::vector<std::uint64_t>& shape) const {
     if (shape.empty()) return;
-    if (count != parameter.count) {
-      corrupt("the shape of " + shown_value(name) + " is not that of its elements");
+    std::uint64_t count = 1;
+    for (const std::uint64_t extent : shape) {
+      if (__builtin_mul_overflow(count, extent, &count)) count = std::numeric_limits<std::uint64_t>::max();
     }
+    if (count != parameter.count)
+      corrupt("the shape of " + shown_value(parameter.name) + " is not that of its elements");
     parameter.shape = shape;
     parameter.has_shape = true;
   }
@@ -160,22 +168,20 @@ const SavedStateFacts& SavedStateReader::facts() const {
 
 void SavedStateReader::read(const SavedParameter& parameter, SavedField field,
                             const std::function<void(Span<const float>)>& visit) {
-  const std::uint64_t count = impl_->state.visit(
-      parameter.name, field_name(field), kPieceCount,
-      [&](std::span<const float> piece) { visit(Span<const float>(piece.data(), piece.size())); });
-  if (count != parameter.count)
-    impl_->corrupt(std::string(field_name(field)) + " of " + shown_value(parameter.name) + " has " +
-                   std::to_string(count) + " of " + std::to_string(parameter.count) + " elements");
+  impl_->state.visit(parameter.name, field_name(field), kPieceCount, [&](std::span<const float> piece) {
+    visit(Span<const float>(piece.data(), piece.size()));
+  });
 }
 
 void SavedStateReader::verify(const std::function<void(std::uint64_t, std::uint64_t)>& progress) {
+  impl_->state.check_files();
   std::uint64_t all = 0;
   for (const SavedParameter& parameter : impl_->facts.parameters) all += parameter.bytes();
   std::uint64_t done = 0;
   for (const SavedParameter& parameter : impl_->facts.parameters) {
     for (const SavedField field :
          {SavedField::kMaster, SavedField::kM, SavedField::kV, SavedField::kAverage}) {
-      if (parameter.frozen && field != SavedField::kMaster) continue;
+      if (!parameter.has_m && field == SavedField::kM) continue;
       if (!parameter.has_v && field == SavedField::kV) continue;
       if (!parameter.has_average && field == SavedField::kAverage) continue;
       read(parameter, field, [&](Span<const float> piece) {

@@ -3,30 +3,39 @@
 #include <xxhash.h>
 
 #include <algorithm>
+#include <array>
 #include <cinttypes>
 #include <cstdio>
 #include <cstring>
+#include <map>
 #include <memory>
 #include <string_view>
+#include <utility>
 
+#include "forebay/check.h"
 #include "forebay/error.h"
 #include "forebay/log.h"
 #include "forebay/text.h"
+#include "forebay/units.h"
+#include "runtime/engine/state/saved_state.h"
+#include "runtime/engine/state/tensor_places.h"
 
 namespace forebay::internal {
 namespace {
 
 using Json = nlohmann::json;
 
-constexpr char kMagic[8] = {'F', 'B', 'S', 'T', 'A', 'T', 'E', '1'};
-constexpr std::uint64_t kTrailerBytes = 2 * sizeof(std::uint64_t);
-constexpr std::uint64_t kFormat = 1;
+constexpr std::uint64_t kFormat = 2;
 constexpr std::string_view kTemporaryPrefix = ".saving-";
 constexpr const char* kLatest = "latest";
 constexpr const char* kNextLatest = ".latest";
-constexpr const char* kManifest = "manifest.json";
+constexpr const char* kTensorIndex = "state.safetensors.index.json";
 constexpr std::uint64_t kMostLatestBytes = 64;
-constexpr std::uint64_t kMostIndexBytes = std::uint64_t{1} << 30;
+
+// In the header of a rank's file.
+constexpr const char* kMetadata = "__metadata__";
+constexpr const char* kState = "forebay_state";
+constexpr const char* kChecksums = "checksums";  // Names of other tensors have a '/'.
 
 [[noreturn]] void corrupt(const std::string& path, const std::string& finding) {
   throw Error(StatusCode::kCorruption,
@@ -46,18 +55,14 @@ bool is_state_name(std::string_view name) {
 }
 
 // Errors: kInvalidArgument when a string in `json` is not UTF-8.
-std::string dump(const Json& json) {
+std::string dump(const auto& json, int indent) {
   try {
-    return json.dump(1);
+    return json.dump(indent);
   } catch (const Json::exception&) {
     throw Error(
         StatusCode::kInvalidArgument,
         "the trainer's state or a parameter's name is not UTF-8 text, which saved state needs; encode it");
   }
-}
-
-std::uint64_t checksum_of(const void* data, std::uint64_t bytes) {
-  return XXH3_64bits(data, bytes);
 }
 
 // Removes the temporary directories of killed runs.
@@ -100,22 +105,13 @@ std::string newest_whole_state(const StateDirectory& directory, const std::strin
   for (const std::string& name : state_names(directory)) {
     if (!name.starts_with(plain_name)) continue;
     try {
-      static_cast<void>(SavedState(directory.path(), name));
+      SavedState(directory.path(), name).check_files();
       return name;
     } catch (const Error&) {
       // An older one may be whole.
     }
   }
   return "";
-}
-
-StateRun read_run(const Json& entry) {
-  return {.parameter = entry.at("parameter").get<std::string>(),
-          .field = entry.at("field").get<std::string>(),
-          .offset = whole_number(entry, "offset"),
-          .count = whole_number(entry, "count"),
-          .at = whole_number(entry, "at"),
-          .checksum = whole_number(entry, "checksum")};
 }
 
 }  // namespace
@@ -131,7 +127,7 @@ std::string state_name(std::uint64_t step) {
 }
 
 std::string state_file_name(int rank, int ranks) {
-  return "rank-" + std::to_string(rank) + "-of-" + std::to_string(ranks);
+  return "rank-" + std::to_string(rank) + "-of-" + std::to_string(ranks) + ".safetensors";
 }
 
 std::vector<std::string> state_names(const StateDirectory& directory) {
@@ -173,56 +169,297 @@ std::string find_state_of(const StateDirectory& directory, std::uint64_t step) {
   return newest_whole_state(directory, name);
 }
 
-StateFileWriter::StateFileWriter(StateFile file) : file_(std::move(file)) {
-  file_.write(kMagic, sizeof(kMagic));
-  at_ = sizeof(kMagic);
+std::uint64_t checksum_of(const void* data, std::uint64_t bytes) {
+  return XXH3_64bits(data, bytes);
 }
 
-void StateFileWriter::write(const std::string& parameter, const char* field, std::uint64_t offset,
-                            std::span<const float> values) {
-  file_.write(values.data(), values.size_bytes());
-  index_.push_back({{"parameter", parameter},
-                    {"field", field},
-                    {"offset", offset},
-                    {"count", values.size()},
-                    {"at", at_},
-                    {"checksum", checksum_of(values.data(), values.size_bytes())}});
-  at_ += values.size_bytes();
+namespace {
+
+std::string part_text(const TensorSplit& split) {
+  return "/part-" + std::to_string(split.part) + "-of-" + std::to_string(split.parts);
 }
 
-StateFileEnd StateFileWriter::finish() {
-  const std::string text = dump(index_);
-  const std::uint64_t checksum = checksum_of(text.data(), text.size());
-  const std::uint64_t trailer[2] = {text.size(), checksum};
-  file_.write(text.data(), text.size());
-  file_.write(trailer, sizeof(trailer));
-  file_.sync();
-  return {at_ + text.size() + sizeof(trailer), checksum};
+std::string tensor_name(const StateParameter& parameter, const StateRun& run) {
+  std::string name = parameter.name + "/" + kStateFields[run.field];
+  if (parameter.split && parameter.split->parts > 1) name += part_text(*parameter.split);
+  if (run.count < parameter.count)
+    name += "/" + std::to_string(run.offset) + "-" + std::to_string(run.offset + run.count);
+  return name;
 }
 
-StateFileEnd read_state_file_end(const StateFile& file) {
-  const std::uint64_t bytes = file.bytes();
-  std::uint64_t trailer[2];  // Length and checksum of the index.
-  if (bytes < sizeof(kMagic) + kTrailerBytes) corrupt(file.path(), "it is shorter than an empty one");
-  file.read_at(bytes - kTrailerBytes, trailer, sizeof(trailer));
-  return {bytes, trailer[1]};
-}
-
-Json file_list(std::span<const StateFileEnd> ends) {
-  Json files = Json::array();
-  for (std::size_t r = 0; r < ends.size(); ++r) {
-    files.push_back({{"name", state_file_name(static_cast<int>(r), static_cast<int>(ends.size()))},
-                     {"bytes", ends[r].bytes},
-                     {"index_checksum", ends[r].index_checksum}});
+Json described(const StateParameter& parameter) {
+  Json json = {{"name", parameter.name},
+               {"count", parameter.count},
+               {"shape", parameter.shape},
+               {"frozen", parameter.frozen}};
+  if (const auto& split = parameter.split) {
+    json["part"] = split->part;
+    json["split"] = {{"shape", split->shape},
+                     {"dimension", split->dimension},
+                     {"sections", split->sections},
+                     {"parts", split->parts}};
   }
-  return files;
+  return json;
+}
+
+}  // namespace
+
+StateFileWriter::StateFileWriter(StateFile file, std::span<const StateParameter> parameters,
+                                 std::vector<StateRun> runs)
+    : file_(std::move(file)), runs_(std::move(runs)), hash_(XXH3_createState(), XXH3_freeState) {
+  XXH3_64bits_reset(hash_.get());
+  Json state = {{"format", kFormat}, {"parameters", Json::array()}, {"runs", Json::array()}};
+  for (const StateParameter& parameter : parameters) state["parameters"].push_back(described(parameter));
+  nlohmann::ordered_json header = {{kMetadata, nullptr}};
+  std::uint64_t at = 0;
+  std::uint64_t blocks = 0;
+  for (const StateRun& run : runs_) {
+    state["runs"].push_back({run.parameter, run.field, run.offset, run.count});
+    const StateParameter& parameter = parameters[run.parameter];
+    const bool is_whole = run.count == parameter.count && !parameter.shape.empty();
+    const std::uint64_t end = at + run.count * sizeof(float);
+    header[tensor_name(parameter, run)] = {{"dtype", "F32"},
+                                           {"shape", is_whole ? parameter.shape : std::vector{run.count}},
+                                           {"data_offsets", {at, end}}};
+    at = end;
+    blocks += ceil_div(run.count, kBlockCount);
+  }
+  const std::uint64_t checksum_bytes = blocks * sizeof(std::uint64_t);
+  header[kChecksums] = {
+      {"dtype", "U8"}, {"shape", {checksum_bytes}}, {"data_offsets", {at, at + checksum_bytes}}};
+  header[kMetadata] = {{"format", "pt"}, {kState, dump(state, -1)}};
+  std::string text = dump(header, -1);
+  text.resize(round_up(text.size(), 8), ' ');  // Aligns the tensors.
+  const std::uint64_t length = text.size();    // Little-endian, as every host of forebay is.
+  file_.write(&length, sizeof(length));
+  file_.write(text.data(), text.size());
+}
+
+void StateFileWriter::write(std::span<const float> values) {
+  file_.write(values.data(), values.size_bytes());
+  while (!values.empty()) {
+    FOREBAY_CHECK(next_ < runs_.size(), "more values than %zu runs have", runs_.size());
+    const std::uint64_t left = runs_[next_].count - done_;
+    const std::uint64_t count = std::min<std::uint64_t>({values.size(), left, kBlockCount - block_});
+    XXH3_64bits_update(hash_.get(), values.data(), count * sizeof(float));
+    values = values.subspan(count);
+    done_ += count;
+    block_ += count;
+    if (count == left || block_ == kBlockCount) end_block();
+    if (count < left) continue;
+    ++next_;
+    done_ = 0;
+  }
+}
+
+void StateFileWriter::end_block() {
+  checksums_.push_back(XXH3_64bits_digest(hash_.get()));
+  XXH3_64bits_reset(hash_.get());
+  block_ = 0;
+}
+
+void StateFileWriter::finish() {
+  FOREBAY_CHECK(next_ == runs_.size(), "%zu of %zu runs are written", next_, runs_.size());
+  file_.write(checksums_.data(), checksums_.size() * sizeof(std::uint64_t));
+  file_.sync();
+}
+
+StateFileIndex::StateFileIndex(const StateFile& file) : bytes(file.bytes()) {
+  std::uint64_t length = 0;
+  if (bytes < sizeof(length)) corrupt(file.path(), "it is shorter than an empty one");
+  file.read_at(0, &length, sizeof(length));
+  if (length > std::min(bytes - sizeof(length), kMostIndexBytes))
+    corrupt(file.path(), "its header is too long");
+  std::string text(length, '\0');
+  file.read_at(sizeof(length), text.data(), text.size());
+  data_at = sizeof(length) + length;
+  try {
+    header = Json::parse(text);
+    const Json& offsets = header.at(kChecksums).at("data_offsets");
+    const auto begin = offsets.at(0).get_ref<const Json::number_unsigned_t&>();
+    const auto end = offsets.at(1).get_ref<const Json::number_unsigned_t&>();
+    if (begin > end || end != bytes - data_at || (end - begin) % sizeof(std::uint64_t) != 0)
+      corrupt(file.path(), "its header does not describe all of it");
+    checksums.resize((end - begin) / sizeof(std::uint64_t));
+    file.read_at(data_at + begin, checksums.data(), end - begin);
+  } catch (const Json::exception&) {
+    corrupt(file.path(), "its header cannot be read");
+  }
+  const std::unique_ptr<XXH3_state_t, decltype(&XXH3_freeState)> hash(XXH3_createState(), XXH3_freeState);
+  XXH3_64bits_reset(hash.get());
+  XXH3_64bits_update(hash.get(), text.data(), text.size());
+  XXH3_64bits_update(hash.get(), checksums.data(), checksums.size() * sizeof(std::uint64_t));
+  checksum = XXH3_64bits_digest(hash.get());
 }
 
 void check_text(const std::string& trainer_state) {
-  static_cast<void>(dump(trainer_state));
+  static_cast<void>(dump(Json(trainer_state), -1));
 }
 
-void publish_state(const StateDirectory& directory, const std::string& name, const Json& manifest, int keep) {
+namespace {
+
+// The parameters of a state and the place of every element, from the files of all ranks.
+class PlaceList {
+ public:
+  void add(const StateFile& file, const StateFileIndex& index, std::size_t number);
+  void check() const;
+  Json json() const;
+
+ private:
+  struct Range {
+    std::uint64_t begin = 0;
+    std::uint64_t end = 0;
+  };
+  struct Parameter {
+    Json description;
+    TensorPlaces places;
+    Json pieces = Json::array();
+    // By field and part.
+    std::array<std::map<std::uint64_t, std::vector<Range>>, std::size(kStateFields)> saved;
+  };
+  std::size_t find(const Json& description, const std::string& file);
+  static void check(const std::string& name, const TensorPlaces& places, const char* field,
+                    std::map<std::uint64_t, std::vector<Range>> saved);
+
+  std::vector<Parameter> parameters_;
+  std::map<std::string, std::size_t> by_name_;
+};
+
+std::size_t PlaceList::find(const Json& description, const std::string& file) {
+  // The description of the whole tensor.
+  Json whole = {{"name", description.at("name")},
+                {"count", description.at("count")},
+                {"shape", description.at("shape")},
+                {"frozen", description.at("frozen")}};
+  TensorPlaces places(whole_number(description, "count"));
+  if (description.contains("split")) {
+    Json split = description.at("split");
+    places = value_or_throw(TensorPlaces::of({.shape = split.at("shape").get<std::vector<std::uint64_t>>(),
+                                              .dimension = split.at("dimension").get<int>(),
+                                              .sections = whole_number(split, "sections"),
+                                              .parts = whole_number(split, "parts")}));
+    whole["count"] = places.count();
+    whole["shape"] = split.at("shape");
+    split.erase("shape");
+    whole["split"] = split;
+  }
+  const auto name = description.at("name").get<std::string>();
+  const auto [found, is_new] = by_name_.emplace(name, parameters_.size());
+  if (is_new) {
+    parameters_.push_back({.description = std::move(whole), .places = places});
+  } else if (parameters_[found->second].description != whole) {
+    throw Error(StatusCode::kInvalidArgument,
+                "ranks saved " + shown_value(name) + " in different shapes or splits; " + shown_path(file) +
+                    " differs from an earlier file; give declare_split() the same whole tensor on all ranks");
+  }
+  return found->second;
+}
+
+void PlaceList::add(const StateFile& file, const StateFileIndex& index, std::size_t number) {
+  try {
+    const Json state = Json::parse(index.header.at(kMetadata).at(kState).get_ref<const std::string&>());
+    std::vector<std::pair<std::size_t, std::uint64_t>> parameters;  // Here, and the part in this file.
+    for (const Json& description : state.at("parameters")) {
+      parameters.emplace_back(find(description, file.path()),
+                              description.contains("part") ? whole_number(description, "part") : 0);
+    }
+    std::map<std::pair<std::size_t, std::uint64_t>, std::size_t> pieces;  // By parameter and offset.
+    std::uint64_t at = index.data_at;
+    std::uint64_t block = 0;
+    for (const Json& run : state.at("runs")) {
+      const auto [place, part] = parameters.at(run.at(0).get<std::size_t>());
+      const auto field = run.at(1).get<std::size_t>();
+      const auto offset = run.at(2).get<std::uint64_t>();
+      const auto count = run.at(3).get<std::uint64_t>();
+      Parameter& parameter = parameters_[place];
+      const auto [piece, is_new] = pieces.emplace(std::pair{place, offset}, parameter.pieces.size());
+      if (is_new)
+        parameter.pieces.push_back({{"file", number}, {"part", part}, {"offset", offset}, {"count", count}});
+      parameter.pieces[piece->second][kStateFields[field]] = {at, block};
+      parameter.saved.at(field)[part].push_back({offset, offset + count});
+      at += count * sizeof(float);
+      block += ceil_div(count, kBlockCount);
+    }
+  } catch (const Json::exception&) {
+    corrupt(file.path(), "its header cannot be read");
+  }
+}
+
+void PlaceList::check(const std::string& name, const TensorPlaces& places, const char* field,
+                      std::map<std::uint64_t, std::vector<Range>> saved) {
+  for (std::uint64_t part = 0; part < places.parts(); ++part) {
+    std::vector<Range>& ranges = saved[part];
+    std::sort(ranges.begin(), ranges.end(), [](const Range& a, const Range& b) { return a.begin < b.begin; });
+    std::uint64_t end = 0;
+    for (const Range& range : ranges) {
+      if (range.begin < end) {
+        throw Error(
+            StatusCode::kInvalidArgument,
+            "several ranks saved element " + std::to_string(range.begin) + " of " + field + " of " +
+                shown_value(name) +
+                "; ranks that divide a tensor declare it (Engine::declare_split), or each part of the "
+                "grid saves in a directory of its own");
+      }
+      if (range.begin > end) break;
+      end = range.end;
+    }
+    if (end != places.part_count()) {
+      throw Error(StatusCode::kInvalidArgument,
+                  "no rank saved element " + std::to_string(end) + " of " + field + " of " +
+                      shown_value(name) + ", part " + std::to_string(part) + " of " +
+                      std::to_string(places.parts()) + "; give all ranks of the grid the same directory");
+    }
+  }
+}
+
+void PlaceList::check() const {
+  for (const Parameter& parameter : parameters_) {
+    for (std::size_t f = 0; f < std::size(kStateFields); ++f) {
+      if (f > 0 && parameter.saved[f].empty()) continue;
+      check(parameter.description.at("name").get<std::string>(), parameter.places, kStateFields[f],
+            parameter.saved[f]);
+    }
+  }
+}
+
+Json PlaceList::json() const {
+  Json list = Json::array();
+  for (const Parameter& parameter : parameters_) {
+    list.push_back(parameter.description);
+    list.back()["pieces"] = parameter.pieces;
+  }
+  return list;
+}
+
+// The text of the index for other tools.
+void add_files(const StateDirectory& temporary, Json& manifest, Json& tensor_index) {
+  PlaceList places;
+  manifest["files"] = Json::array();
+  Json weight_map = Json::object();
+  std::uint64_t bytes = 0;
+  const int ranks = manifest.at("ranks").get<int>();
+  for (int r = 0; r < ranks; ++r) {
+    const std::string name = state_file_name(r, ranks);
+    const StateFile file = temporary.open(name);
+    const StateFileIndex index(file);
+    manifest["files"].push_back({{"name", name},
+                                 {"bytes", index.bytes},
+                                 {"blocks", index.checksums.size()},
+                                 {"index_checksum", index.checksum}});
+    places.add(file, index, static_cast<std::size_t>(r));
+    for (const auto& [tensor, facts] : index.header.items()) {
+      if (tensor != kMetadata && tensor != kChecksums) weight_map[tensor] = name;
+    }
+    bytes += index.bytes - index.data_at - index.checksums.size() * sizeof(std::uint64_t);
+  }
+  places.check();
+  manifest["parameters"] = places.json();
+  tensor_index = {{"metadata", {{"total_size", bytes}}}, {"weight_map", weight_map}};
+}
+
+}  // namespace
+
+void publish_state(const StateDirectory& directory, const std::string& name, Json manifest, int keep) {
   std::string superseded;
   try {
     superseded = find_state(directory);
@@ -230,10 +467,14 @@ void publish_state(const StateDirectory& directory, const std::string& name, con
     // A damaged `latest` and no whole state supersede nothing.
   }
   const std::string target = superseded == name ? name + std::string(kAgain) : name;
-  const std::string text = dump(manifest);
   const StateDirectory temporary = directory.subdirectory(temporary_state(name));
-  temporary.write_synced(kManifest,
-                         dump({{"checksum", checksum_of(text.data(), text.size())}, {"manifest", text}}));
+  Json tensor_index;
+  manifest["format"] = kFormat;
+  add_files(temporary, manifest, tensor_index);
+  const std::string text = dump(manifest, -1);
+  temporary.write_synced(kTensorIndex, dump(tensor_index, 2) + "\n");
+  temporary.write_synced(
+      kManifest, dump(Json{{"checksum", checksum_of(text.data(), text.size())}, {"manifest", text}}, 1));
   temporary.sync();
   directory.remove(target);  // A state that nothing names.
   directory.rename(temporary_state(name), target);
@@ -247,149 +488,6 @@ void publish_state(const StateDirectory& directory, const std::string& name, con
   } else if (!superseded.empty()) {
     directory.remove(superseded);
   }
-}
-
-SavedState::SavedState(const std::string& directory, const std::string& name)
-    : files_(StateDirectory(directory).subdirectory(name)) {
-  read_manifest();
-  try {
-    for (const Json& entry : manifest_.at("files")) {
-      read_index(entry.at("name").get<std::string>(), whole_number(entry, "bytes"),
-                 whole_number(entry, "index_checksum"));
-    }
-  } catch (const Json::exception&) {
-    corrupt(path(), "its manifest does not list its files");
-  }
-}
-
-void SavedState::read_manifest() {
-  const std::string path = files_.path() + "/" + kManifest;
-  try {
-    const Json envelope = Json::parse(files_.read(kManifest, kMostIndexBytes));
-    const std::string text = envelope.at("manifest").get<std::string>();
-    if (checksum_of(text.data(), text.size()) != whole_number(envelope, "checksum")) {
-      corrupt(path, "its checksum differs");
-    }
-    manifest_ = Json::parse(text);
-    if (whole_number(manifest_, "format") != kFormat) {
-      throw Error(StatusCode::kUnsupported, path +
-                                                " has a format this version does not read; use the "
-                                                "version of forebay that wrote it");
-    }
-  } catch (const Json::exception&) {
-    corrupt(path, "it is not a manifest");
-  }
-}
-
-void SavedState::read_index(const std::string& name, std::uint64_t expected_bytes,
-                            std::uint64_t expected_checksum) {
-  if (name.find('/') != std::string::npos) corrupt(path(), "its manifest names a file outside of it");
-  const StateFile file = files_.open(name);
-  const std::string& path = file.path();
-  const std::uint64_t bytes = file.bytes();
-  if (bytes != expected_bytes) {
-    corrupt(path, "it has " + std::to_string(bytes) + " bytes, " + std::to_string(expected_bytes) +
-                      " were written");
-  }
-  constexpr std::uint64_t kFrameBytes = sizeof(kMagic) + kTrailerBytes;
-  char magic[sizeof(kMagic)];
-  std::uint64_t trailer[2];  // Length and checksum of the index.
-  if (bytes < kFrameBytes) corrupt(path, "it is shorter than an empty one");
-  file.read_at(0, magic, sizeof(magic));
-  file.read_at(bytes - kTrailerBytes, trailer, sizeof(trailer));
-  if (std::memcmp(magic, kMagic, sizeof(magic)) != 0) corrupt(path, "it does not begin as one");
-  if (trailer[0] > std::min(bytes - kFrameBytes, kMostIndexBytes)) corrupt(path, "its index is too long");
-  std::string text(trailer[0], '\0');
-  file.read_at(bytes - kTrailerBytes - text.size(), text.data(), text.size());
-  if (checksum_of(text.data(), text.size()) != trailer[1] || trailer[1] != expected_checksum) {
-    corrupt(path, "the checksum of its index differs");
-  }
-  try {
-    for (const Json& entry : Json::parse(text)) {
-      StateRun run = read_run(entry);
-      if (run.count > bytes / sizeof(float) || run.at > bytes) corrupt(path, "a run lies outside of it");
-      enter(name, std::move(run));
-    }
-  } catch (const Json::exception&) {
-    corrupt(path, "its index cannot be read");
-  }
-}
-
-void SavedState::enter(const std::string& file, StateRun run) {
-  if (run.field == kStateFields[0]) counts_[run.parameter] += run.count;
-  auto& sources = sources_[{run.parameter, run.field}];
-  sources.push_back({file, std::move(run)});
-}
-
-void SavedState::read(const std::string& parameter, const std::string& field, std::uint64_t begin,
-                      std::span<float> target) {
-  const std::uint64_t end = begin + target.size();
-  std::uint64_t filled = 0;
-  for (const Source& source : sources_[{parameter, field}]) {
-    const std::uint64_t first = std::max(begin, source.run.offset);
-    const std::uint64_t stop = std::min(end, source.run.offset + source.run.count);
-    if (first >= stop) continue;
-    std::copy_n(values_of(source).data() + (first - source.run.offset), stop - first,
-                target.data() + (first - begin));
-    filled += stop - first;
-  }
-  if (filled != target.size()) corrupt(path(), field + " of " + shown_value(parameter) + " is not whole");
-}
-
-std::span<const float> SavedState::values_of(const Source& source) {
-  if (&source == last_) return values_;
-  const StateRun& run = source.run;
-  last_ = nullptr;
-  values_.resize(run.count);
-  const StateFile file = files_.open(source.file);
-  file.read_at(run.at, values_.data(), run.count * sizeof(float));
-  if (checksum_of(values_.data(), run.count * sizeof(float)) != run.checksum) {
-    corrupt(file.path(),
-            "the checksum of " + shown_value(run.field) + " of " + shown_value(run.parameter) + " differs");
-  }
-  last_ = &source;
-  return values_;
-}
-
-bool SavedState::has(const std::string& parameter, const std::string& field) const {
-  return sources_.contains({parameter, field});
-}
-
-std::uint64_t SavedState::visit(const std::string& parameter, const std::string& field,
-                                std::uint64_t piece_count,
-                                const std::function<void(std::span<const float>)>& visit) const {
-  const auto found = sources_.find({parameter, field});
-  if (found == sources_.end()) return 0;
-  std::vector<const Source*> runs;
-  for (const Source& source : found->second) runs.push_back(&source);
-  std::sort(runs.begin(), runs.end(),
-            [](const Source* a, const Source* b) { return a->run.offset < b->run.offset; });
-  std::uint64_t count = 0;
-  for (const Source* source : runs) {
-    if (source->run.offset != count)
-      corrupt(path(), field + " of " + shown_value(parameter) + " is not whole");
-    visit_run(*source, piece_count, visit);
-    count += source->run.count;
-  }
-  return count;
-}
-
-void SavedState::visit_run(const Source& source, std::uint64_t piece_count,
-                           const std::function<void(std::span<const float>)>& visit) const {
-  const StateRun& run = source.run;
-  const StateFile file = files_.open(source.file);
-  const std::unique_ptr<XXH3_state_t, decltype(&XXH3_freeState)> hash(XXH3_createState(), XXH3_freeState);
-  XXH3_64bits_reset(hash.get());
-  std::vector<float> piece(std::min(run.count, piece_count));
-  for (std::uint64_t done = 0; done < run.count; done += piece.size()) {
-    piece.resize(std::min(run.count - done, piece_count));
-    file.read_at(run.at + done * sizeof(float), piece.data(), piece.size() * sizeof(float));
-    XXH3_64bits_update(hash.get(), piece.data(), piece.size() * sizeof(float));
-    visit(piece);
-  }
-  if (XXH3_64bits_digest(hash.get()) != run.checksum)
-    corrupt(file.path(),
-            "the checksum of " + shown_value(run.field) + " of " + shown_value(run.parameter) + " differs");
 }
 
 }  // namespace forebay::internal

@@ -1,30 +1,46 @@
-// Saved training state on disk. The engine's values are read and written by training_state.cc.
+// Saved training state on disk: the names and files of a state. saved_state.h reads it, training_state.cc
+// has the engine's values.
 //
-//   DIR/step-000000000042/manifest.json    steps, loss scale, trainer state, the list of files; checksummed
-//   DIR/step-000000000042/rank-0-of-4      magic, fp32 data, index (JSON), length and checksum of the index
-//   DIR/latest                             the name of the newest complete state
+//   DIR/step-000000000042/manifest.json                  steps, loss scale, trainer state, files, and the
+//                                                        place of every element; checksummed
+//   DIR/step-000000000042/rank-0-of-4.safetensors        the values that rank 0 of 4 saved
+//   DIR/step-000000000042/state.safetensors.index.json   the file of each tensor, for other tools
+//   DIR/latest                                           the name of the newest complete state
 //
-// Each rank writes its part of master, m and v as runs of a parameter, by name and offset. So a run can be
-// found at any number of ranks and any stage. A state is written under a temporary name, synced, and then
-// renamed; `latest` is replaced last, by a rename. A kill at any moment leaves the state that `latest` names
-// whole. A step that is saved again goes to step-000000000042-2, or back. One process saves at a time
-// (StateLock). Where `latest` is damaged, the newest whole state is loaded.
+// A rank's file is a safetensors file of fp32 tensors: NAME/master, NAME/m and NAME/v of each parameter.
+// Where a file has a part of a tensor alone, its name goes on: "/part-0-of-2" is the part of a
+// tensor-parallel rank,
+// "/100-200" are elements 100 to 199 of that in one dimension. The last tensor has the checksums: XXH3-64 of
+// each piece of kBlockCount elements, tensor by tensor.
+//
+// So the elements of a parameter can be found at any number of ranks, any stage and any grid. A state is
+// written under a temporary name, synced, and then renamed; `latest` is replaced last, by a rename. A kill at
+// any moment leaves the state that `latest` names whole. A step that is saved again goes to
+// step-000000000042-2, or back. One process saves at a time (StateLock). Where `latest` is damaged, the
+// newest whole state is loaded.
+//
+// Format 1, which is read and no longer written, has files "rank-0-of-4": magic, fp32 data, index (JSON),
+// length and checksum of the index.
 #pragma once
 
+#include <xxhash.h>
+
 #include <cstdint>
-#include <functional>
-#include <map>
+#include <iterator>
+#include <memory>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <span>
 #include <string>
-#include <utility>
 #include <vector>
 
+#include "forebay/tensor_split.h"
 #include "runtime/engine/state/state_directory.h"
 
 namespace forebay::internal {
 
 inline constexpr const char* kStateFields[] = {"master", "m", "v", "average"};
+inline constexpr const char* kManifest = "manifest.json";
 
 inline constexpr std::size_t kMostStateName = 32;  // With the null character.
 
@@ -45,91 +61,75 @@ std::string find_state_of(const StateDirectory& directory, std::uint64_t step);
 // A whole number of a JSON object, from 0 on. Errors: throws Json::exception for any other value.
 std::uint64_t whole_number(const nlohmann::json& object, const char* name);
 
+// Elements of one checksum. Smaller: more checksums. Larger: a rank reads more around the elements that it
+// needs.
+inline constexpr std::uint64_t kBlockCount = std::uint64_t{1} << 18;
+
+// The largest manifest or index that is read.
+inline constexpr std::uint64_t kMostIndexBytes = std::uint64_t{1} << 30;
+
+std::uint64_t checksum_of(const void* data, std::uint64_t bytes);
+
+// A parameter as saved state describes it.
+struct StateParameter {
+  std::string name;
+  std::uint64_t count = 0;           // Elements of the rank's part.
+  std::vector<std::uint64_t> shape;  // Dimensions of the rank's part; empty: not declared.
+  bool frozen = false;
+  std::optional<TensorSplit> split;
+};
+
 // A run of one field of one parameter.
 struct StateRun {
-  std::string parameter;
-  std::string field;
+  std::size_t parameter = 0;  // In the writer's list.
+  int field = 0;
   std::uint64_t offset = 0;  // Elements from the start of the parameter.
   std::uint64_t count = 0;
-  std::uint64_t at = 0;  // Bytes from the start of the file.
-  std::uint64_t checksum = 0;
 };
 
-// The end of a written file, for the manifest.
-struct StateFileEnd {
-  std::uint64_t bytes = 0;
-  std::uint64_t index_checksum = 0;
-};
-
-// Writes the file of one rank. Errors: throws kIoError; kInvalidArgument if a parameter's name is not UTF-8.
+// Writes the file of one rank from its first byte to its last. Errors: throws kIoError; kInvalidArgument if a
+// parameter's name is not UTF-8.
 class StateFileWriter {
  public:
-  explicit StateFileWriter(StateFile file);
+  StateFileWriter(StateFile file, std::span<const StateParameter> parameters, std::vector<StateRun> runs);
 
-  void write(const std::string& parameter, const char* field, std::uint64_t offset,
-             std::span<const float> values);
-  // Writes the index and syncs the file.
-  StateFileEnd finish();
+  // The next values of the runs, in order; any number at once.
+  void write(std::span<const float> values);
+  // Writes the checksums and syncs the file. Requires: all runs are written.
+  void finish();
 
  private:
+  void end_block();
+
   StateFile file_;
-  nlohmann::json index_ = nlohmann::json::array();
-  std::uint64_t at_ = 0;
+  std::vector<StateRun> runs_;
+  std::size_t next_ = 0;     // The run that is being written.
+  std::uint64_t done_ = 0;   // Elements of it.
+  std::uint64_t block_ = 0;  // Elements in `hash_`.
+  std::unique_ptr<XXH3_state_t, XXH_errorcode (*)(XXH3_state_t*)> hash_;
+  std::vector<std::uint64_t> checksums_;
 };
 
-// The end of a whole file. Errors: throws kCorruption if it is too short.
-StateFileEnd read_state_file_end(const StateFile& file);
+// The header and the checksums of a rank's file. Errors: throws kIoError, kCorruption.
+struct StateFileIndex {
+  explicit StateFileIndex(const StateFile& file);
 
-// The list of files in a manifest, from the ends of the files of all ranks.
-nlohmann::json file_list(std::span<const StateFileEnd> ends);
+  nlohmann::json header;
+  std::uint64_t bytes = 0;    // The file's size.
+  std::uint64_t data_at = 0;  // Bytes from the start of the file.
+  std::vector<std::uint64_t> checksums;
+  std::uint64_t checksum = 0;  // XXH3-64 of the header and the checksums.
+};
 
 // Errors: throws kInvalidArgument if a manifest that has this text is not UTF-8.
 void check_text(const std::string& trainer_state);
 
-// Writes the manifest into the temporary state, gives the state its name, and lets `latest` name it; then
-// removes the state before it; with `keep` above 1, the earlier states but for the newest `keep` - 1. Errors:
-// throws kIoError; kInvalidArgument if the manifest is not UTF-8.
-void publish_state(const StateDirectory& directory, const std::string& name, const nlohmann::json& manifest,
+// Adds to the manifest the files of the temporary state and the places of all elements in them, writes it,
+// gives the state its name, and lets `latest` name it; then removes the state before it; with `keep` above 1,
+// the earlier states but for the newest `keep` - 1. Requires: the manifest has "ranks".
+// Errors: throws kIoError, kCorruption; kInvalidArgument if the manifest is not UTF-8, if two ranks saved the
+// same elements or no rank did.
+void publish_state(const StateDirectory& directory, const std::string& name, nlohmann::json manifest,
                    int keep = 1);
-
-// A state of a directory, opened and checked but for the values, which are checked when they are
-// read. Errors: every function throws: kIoError if there is no state or it cannot be read, kCorruption if it
-// is damaged, kUnsupported for another format.
-class SavedState {
- public:
-  SavedState(const std::string& directory, const std::string& name);
-
-  const std::string& path() const { return files_.path(); }
-  const nlohmann::json& manifest() const { return manifest_; }
-  // Elements by parameter.
-  const std::map<std::string, std::uint64_t>& parameters() const { return counts_; }
-  bool has(const std::string& parameter, const std::string& field) const;
-  // Passes all elements of a field to `visit` in order, at most `piece_count` at once. Returns their number.
-  std::uint64_t visit(const std::string& parameter, const std::string& field, std::uint64_t piece_count,
-                      const std::function<void(std::span<const float>)>& visit) const;
-  // Reads elements [begin, begin + target.size()) of a parameter.
-  void read(const std::string& parameter, const std::string& field, std::uint64_t begin,
-            std::span<float> target);
-
- private:
-  struct Source {
-    std::string file;
-    StateRun run;
-  };
-  void read_manifest();
-  void read_index(const std::string& name, std::uint64_t expected_bytes, std::uint64_t expected_checksum);
-  void enter(const std::string& file, StateRun run);
-  std::span<const float> values_of(const Source& source);
-  void visit_run(const Source& source, std::uint64_t piece_count,
-                 const std::function<void(std::span<const float>)>& visit) const;
-
-  StateDirectory files_;
-  nlohmann::json manifest_;
-  std::map<std::pair<std::string, std::string>, std::vector<Source>> sources_;  // By parameter and field.
-  std::map<std::string, std::uint64_t> counts_;
-  // The run that was read last: neighbours ask for parts of the same run.
-  const Source* last_ = nullptr;
-  std::vector<float> values_;
-};
 
 }  // namespace forebay::internal

@@ -4,13 +4,15 @@
 #include <array>
 #include <filesystem>
 #include <functional>
+#include <map>
 #include <optional>
 
 #include "forebay/host_adam.h"
 #include "forebay/text.h"
 #include "runtime/engine/engine_impl.h"
 #include "runtime/engine/state/background_save.h"
-#include "runtime/engine/state/state_files.h"
+#include "runtime/engine/state/saved_state.h"
+#include "runtime/engine/state/tensor_places.h"
 
 namespace forebay {
 namespace {
@@ -19,6 +21,7 @@ using Json = nlohmann::json;
 using internal::kStateFields;
 using internal::SavedState;
 using internal::StateDirectory;
+using internal::TensorPlaces;
 
 // The part of a section, elements [begin, end), that belongs to one of its parameters.
 struct SectionPart {
@@ -41,33 +44,79 @@ std::vector<SectionPart> parts_of(const UnitLayout& layout, bool frozen, std::ui
   return parts;
 }
 
-// Errors: throws kInvalidArgument if the saved state has other parameters than the model.
-void check_same_model(const ModelShape& model, const SavedState& saved) {
-  const auto refuse = [&](const std::string& difference) {
-    throw Error(StatusCode::kInvalidArgument, "the saved state " + saved.path() + " is of another model: " +
-                                                  difference + "; give the options of the run that saved it");
-  };
-  std::size_t known = 0;
+TensorPlaces places_of(const ParameterShape& parameter) {
+  return parameter.split ? value_or_throw(TensorPlaces::of(*parameter.split)) : TensorPlaces(parameter.count);
+}
+
+[[noreturn]] void refuse_model(const SavedState& saved, const std::string& difference) {
+  throw Error(StatusCode::kInvalidArgument, "the saved state " + saved.path() + " is of another model: " +
+                                                difference + "; give the options of the run that saved it");
+}
+
+// Whether the state has the rank's part of a parameter alone, and does not know the whole.
+bool is_of_part(const ParameterShape& parameter, const SavedState::Tensor& saved) {
+  return parameter.split && !saved.is_split && saved.places.count() != places_of(parameter).count();
+}
+
+std::string shape_text(const std::vector<std::uint64_t>& shape) {
+  std::string text;
+  for (const std::uint64_t extent : shape) text += (text.empty() ? "[" : ", ") + std::to_string(extent);
+  return text + "]";
+}
+
+// Errors: throws kInvalidArgument if a parameter of the model is missing or of another shape.
+void check_parameter_of(const ParameterShape& parameter, const SavedState& saved) {
+  const auto found = saved.tensors().find(parameter.name);
+  const SavedState::Tensor* const tensor = found == saved.tensors().end() ? nullptr : &found->second;
+  const std::uint64_t there = tensor == nullptr ? 0 : tensor->places.count();
+  const bool of_part = tensor != nullptr && is_of_part(parameter, *tensor);
+  const std::uint64_t here = of_part ? parameter.count : places_of(parameter).count();
+  if (there != here) {
+    refuse_model(saved, parameter.name + " has " + std::to_string(there) + " elements there and " +
+                            std::to_string(here) + " here");
+  }
+  const std::vector<std::uint64_t>& shape = parameter.split ? parameter.split->shape : parameter.shape;
+  if ((parameter.split || tensor->is_split) && !of_part && !shape.empty() && !tensor->shape.empty() &&
+      shape != tensor->shape) {
+    refuse_model(saved, parameter.name + " has the shape " + shape_text(tensor->shape) + " there and " +
+                            shape_text(shape) + " here");
+  }
+}
+
+// Which parameters of the saved state the model has, in order of their names, as 0 and 1. Errors: throws
+// kInvalidArgument if the saved state has not all parameters of the model.
+std::vector<std::byte> check_model(const ModelShape& model, const SavedState& saved) {
+  std::map<std::string, std::size_t> places;
+  for (const auto& [name, tensor] : saved.tensors()) places.emplace(name, places.size());
+  std::vector<std::byte> known(places.size());
   for (const UnitShape& unit : model.units) {
     for (const ParameterShape& parameter : unit.parameters) {
-      ++known;
-      const auto found = saved.parameters().find(parameter.name);
-      const std::uint64_t count = found == saved.parameters().end() ? 0 : found->second;
-      if (count != parameter.count) {
-        refuse(parameter.name + " has " + std::to_string(count) + " elements there and " +
-               std::to_string(parameter.count) + " here");
-      }
+      check_parameter_of(parameter, saved);
+      known[places.at(parameter.name)] = std::byte{1};
     }
   }
-  if (known != saved.parameters().size()) {
-    refuse("it has " + std::to_string(saved.parameters().size()) + " parameters, this one " +
-           std::to_string(known));
+  return known;
+}
+
+// Errors: throws kInvalidArgument if no rank has some parameter of the saved state. `known`: of all ranks.
+void check_all_known(const std::vector<std::byte>& known, const SavedState& saved) {
+  const std::size_t count = saved.tensors().size();
+  std::size_t place = 0;
+  for (const auto& [name, tensor] : saved.tensors()) {
+    bool is_known = false;
+    for (std::size_t at = place; at < known.size(); at += count) is_known |= known[at] != std::byte{0};
+    if (!is_known) {
+      refuse_model(saved, "it has " + std::to_string(count) + " parameters, and " + shown_value(name) +
+                              " is not one of this model");
+    }
+    ++place;
   }
 }
 
 // The manifests of AdamW's states name no optimizer.
 void check_same_optimizer(Optimizer optimizer, const SavedState& saved) {
   const Json& manifest = saved.manifest();
+  if (manifest.value("weights_only", false)) return;  // All moments begin at zero.
   const std::string name = manifest.value("optimizer", optimizer_name(Optimizer::kAdamW));
   if (name == optimizer_name(optimizer)) return;
   throw Error(StatusCode::kInvalidArgument,
@@ -93,42 +142,51 @@ Status Engine::Impl::local_verdict(const std::function<void()>& work) const {
 
 void Engine::Impl::lock_state(const std::string& directory) {
   agree(local_verdict([&] {
-    // Rank 0 of the communicator saves; of a grid, each part's rank 0 saves in a directory of its own.
     if (everyone().rank() == 0) state_locks.emplace_back(StateDirectory::make(directory));
   }));
 }
 
+// The ranks that save or load one state together: those of the grid, unless they gave several directories.
+// Then each part of the grid has a state of its own.
+Communicator& Engine::Impl::state_ranks(const std::string& directory) {
+  if (options.grid == nullptr) return communicator;
+  const std::uint64_t mine = internal::checksum_of(directory.data(), directory.size());
+  for (const std::uint64_t other : exchange(everyone(), mine)) {
+    if (other != mine) return communicator;
+  }
+  return everyone();
+}
+
 void Engine::Impl::save_state(const std::string& directory, const std::string& trainer_state, int keep) {
   end_save();
+  Communicator& saving = state_ranks(directory);
+  const bool saves_grid = &saving != &communicator;
   const std::string name = internal::state_name(attempted_steps);
   const std::string temporary = internal::temporary_state(name);
   std::optional<StateDirectory> files;
   std::optional<internal::StateLock> lock;
   agree(local_verdict([&] {
-    if (rank() != 0) return;
+    if (saving.rank() != 0) return;
     files.emplace(StateDirectory::make(directory));
     lock.emplace(*files, true);
     files->remove(temporary);
     files->make_subdirectory(temporary);
   }));
   try {
-    internal::StateFileEnd end;
     agree(local_verdict([&] {
       if (!files) files.emplace(directory);
-      end = write_values(
-          files->subdirectory(temporary).create(internal::state_file_name(rank(), ranks())),
+      write_values(
+          files->subdirectory(temporary).create(internal::state_file_name(saving.rank(), saving.size())),
+          saves_grid,
           [&](const SavedPart& part, std::vector<float>& memory) { return read_part(part, memory); });
     }));
-    const std::vector<internal::StateFileEnd> ends = exchange(communicator, end);
     agree(local_verdict([&] {
-      if (rank() != 0) return;
-      Json manifest = state_manifest(trainer_state);
-      manifest["files"] = internal::file_list(ends);
-      internal::publish_state(*files, name, manifest, keep);
+      if (saving.rank() != 0) return;
+      internal::publish_state(*files, name, state_manifest(trainer_state, saving.size()), keep);
     }));
   } catch (const Error&) {
     // A save that failed on some rank leaves nothing half-written.
-    if (rank() == 0) files->remove(temporary);
+    if (saving.rank() == 0) files->remove(temporary);
     throw;
   }
 }
@@ -140,27 +198,29 @@ void Engine::Impl::begin_save(const std::string& directory, const std::string& t
         "commit(), or call save_state()");
   }
   end_save();
+  Communicator& saving = state_ranks(directory);
+  const bool saves_grid = &saving != &communicator;
   internal::BackgroundSaveJob job;
   job.directory = directory;
   job.name = internal::state_name(attempted_steps);
-  job.rank = rank();
-  job.ranks = ranks();
+  job.rank = saving.rank();
+  job.ranks = saving.size();
   job.keep = keep;
   agree(local_verdict([&] {
     internal::check_text(trainer_state);
-    if (rank() != 0) return;
+    if (saving.rank() != 0) return;
     const StateDirectory files = StateDirectory::make(directory);
     job.lock = std::make_unique<internal::StateLock>(files, true);
     files.remove(internal::temporary_state(job.name));
     files.make_subdirectory(internal::temporary_state(job.name));
   }));
-  if (rank() == 0) job.manifest = state_manifest(trainer_state);
+  if (saving.rank() == 0) job.manifest = state_manifest(trainer_state, saving.size());
   if (saved_copies.empty()) describe_copies();
   updater->copy(saved_copies);
   job.copied = [this] { return updater->wait_for_copies(); };
-  job.write = [this](internal::StateFile file) {
+  job.write = [this, saves_grid](internal::StateFile file) {
     std::size_t next = 0;
-    return write_values(std::move(file), [&](const SavedPart& part, std::vector<float>& memory) {
+    write_values(std::move(file), saves_grid, [&](const SavedPart& part, std::vector<float>& memory) {
       const std::byte* const copied = saved_targets[next++];
       const MomentFormat format = format_of(part.field);
       if (part.frozen) {
@@ -284,39 +344,57 @@ std::span<const float> Engine::Impl::read_part(const SavedPart& part, std::vecto
   return memory;
 }
 
-// `read` is asked for each part in turn. Threads: any.
-internal::StateFileEnd Engine::Impl::write_values(internal::StateFile target, const PartReader& read) const {
-  internal::StateFileWriter file(std::move(target));
-  std::vector<float> memory;
-  for (const SavedPart& part : saved_parts()) {
-    const std::span<const float> values = read(part, memory);
-    if (hooks.before_state_write) hooks.before_state_write(part.count * sizeof(float));
-    for (const SectionPart& run :
-         parts_of(layout(part.unit), part.frozen, part.begin, part.begin + part.count)) {
-      file.write(shape(part.unit).parameters[run.parameter].name, kStateFields[static_cast<int>(part.field)],
-                 run.offset, values.subspan(run.begin - part.begin, run.end - run.begin));
-    }
-  }
-  return file.finish();
+// Whether this rank saves a parameter, of which other parts of the grid may have copies.
+bool Engine::Impl::saves(int index, const ParameterShape& parameter) const {
+  const Unit& u = units[static_cast<std::size_t>(index)];
+  const bool counts_shared = u.stages == nullptr || u.stages->rank() == 0;
+  return counts_shared && (options.counts_replicated || !parameter.replicated);
 }
 
-// Without its files.
-Json Engine::Impl::state_manifest(const std::string& trainer_state) const {
-  Json parameters = Json::array();
+// `read` is asked for each part in turn. Threads: any.
+void Engine::Impl::write_values(internal::StateFile target, bool saves_grid, const PartReader& read) const {
+  std::vector<internal::StateParameter> parameters;
+  std::vector<std::size_t> first_of_unit;
   for (const UnitShape& unit : model.units) {
-    for (const ParameterShape& parameter : unit.parameters)
-      parameters.push_back({{"name", parameter.name}, {"shape", parameter.shape}});
+    first_of_unit.push_back(parameters.size());
+    for (const ParameterShape& p : unit.parameters)
+      parameters.push_back(
+          {p.name, p.count, p.shape, p.frozen, saves_grid ? p.split : std::optional<TensorSplit>()});
   }
-  Json manifest = {{"format", 1},
-                   {"attempted_steps", attempted_steps},
+  const std::vector<SavedPart> saved = saved_parts();
+  std::vector<internal::StateRun> runs;
+  std::vector<std::vector<std::uint64_t>> begins(saved.size());  // The runs of each part.
+  for (std::size_t i = 0; i < saved.size(); ++i) {
+    const SavedPart& part = saved[i];
+    for (const SectionPart& run :
+         parts_of(layout(part.unit), part.frozen, part.begin, part.begin + part.count)) {
+      if (saves_grid && !saves(part.unit, shape(part.unit).parameters[run.parameter])) continue;
+      runs.push_back({first_of_unit[static_cast<std::size_t>(part.unit)] + run.parameter,
+                      static_cast<int>(part.field), run.offset, run.end - run.begin});
+      begins[i].push_back(run.begin - part.begin);
+    }
+  }
+  internal::StateFileWriter file(std::move(target), parameters, runs);
+  std::vector<float> memory;
+  auto next = runs.begin();
+  for (std::size_t i = 0; i < saved.size(); ++i) {
+    const std::span<const float> values = read(saved[i], memory);
+    if (hooks.before_state_write) hooks.before_state_write(saved[i].count * sizeof(float));
+    for (const std::uint64_t begin : begins[i]) file.write(values.subspan(begin, (next++)->count));
+  }
+  file.finish();
+}
+
+// Without its files and parameters.
+Json Engine::Impl::state_manifest(const std::string& trainer_state, int saving_ranks) const {
+  Json manifest = {{"attempted_steps", attempted_steps},
                    {"applied_steps", applied_steps},
                    {"loss_scale", loss_scale},
                    {"growth_counter", growth_counter},
                    {"trainer_state", trainer_state},
-                   {"ranks", ranks()},
+                   {"ranks", saving_ranks},
                    {"stage", options.stage},
-                   {"dtype", data_type_name(options.dtype)},
-                   {"parameters", parameters}};
+                   {"dtype", data_type_name(options.dtype)}};
   if (options.optimizer != Optimizer::kAdamW) manifest["optimizer"] = optimizer_name(options.optimizer);
   return manifest;
 }
@@ -324,10 +402,11 @@ Json Engine::Impl::state_manifest(const std::string& trainer_state) const {
 std::string Engine::Impl::load_state(const std::string& directory, std::optional<std::uint64_t> step) {
   end_save();
   std::string trainer_state;
+  Communicator& loading = state_ranks(directory);
   // All ranks load the state that rank 0 finds.
   std::array<char, internal::kMostStateName> name{};
   agree(local_verdict([&] {
-    if (rank() != 0) return;
+    if (loading.rank() != 0) return;
     if (std::error_code error; !std::filesystem::exists(directory, error) && !error) {
       throw Error(StatusCode::kIoError, "there is no directory " + shown_path(directory) +
                                             " to load a state from; give the directory that a run saved to");
@@ -346,12 +425,20 @@ std::string Engine::Impl::load_state(const std::string& directory, std::optional
     }
     found.copy(name.data(), name.size() - 1);
   }));
-  name = exchange(communicator, name).front();
+  name = exchange(loading, name).front();
+  std::optional<SavedState> opened;
+  std::vector<std::byte> known;  // The parameters that this rank has.
+  agree(local_verdict([&] {
+    opened.emplace(directory, name.data());
+    known = check_model(model, *opened);
+    check_same_optimizer(options.optimizer, *opened);
+  }));
+  SavedState& saved = *opened;
+  std::vector<std::byte> known_to_all(known.size() * static_cast<std::size_t>(loading.size()));
+  must(loading.exchange(known, known_to_all));
   agree(local_verdict([&] {
     try {
-      SavedState saved(directory, name.data());
-      check_same_model(model, saved);
-      check_same_optimizer(options.optimizer, saved);
+      check_all_known(known_to_all, saved);
       load_values(saved);
       const Json& manifest = saved.manifest();
       attempted_steps = internal::whole_number(manifest, "attempted_steps");
@@ -370,6 +457,23 @@ std::string Engine::Impl::load_state(const std::string& directory, std::optional
   return trainer_state;
 }
 
+// Elements [offset, offset + values.size()) of this rank's part of a parameter. Padding is zero, and so is a
+// moment that was not saved: the parameter was frozen, or the state has weights alone.
+void Engine::Impl::load_part(SavedState& saved, const ParameterShape& parameter, const char* field,
+                             std::uint64_t offset, std::span<float> values) {
+  if (field != kStateFields[0] && !saved.has(parameter.name, field)) return;
+  if (!parameter.split || is_of_part(parameter, saved.tensors().at(parameter.name)))
+    return saved.read(parameter.name, field, offset, values);
+  const TensorPlaces places = places_of(parameter);
+  while (!values.empty()) {
+    const TensorPlaces::InWhole run = places.place(parameter.split->part, offset);
+    const std::uint64_t count = std::min<std::uint64_t>(run.count, values.size());
+    if (run.at) saved.read(parameter.name, field, *run.at, values.first(count));
+    values = values.subspan(count);
+    offset += count;
+  }
+}
+
 void Engine::Impl::load_values(SavedState& saved) {
   std::vector<float> host;
   for (int unit_index = 0; unit_index < unit_count(); ++unit_index) {
@@ -380,18 +484,18 @@ void Engine::Impl::load_values(SavedState& saved) {
       host.assign(count, 0.0f);
       for (const SectionPart& part : parts_of(layout(unit_index), false, begin, begin + count)) {
         // A state without an average goes on from its weights.
-        const std::string& name = parameters[part.parameter].name;
         const char* const wanted = kStateFields[static_cast<int>(field)];
-        const bool starts = field == StateField::kAverage && !saved.has(name, wanted);
-        saved.read(name, starts ? kStateFields[0] : wanted, part.offset,
-                   std::span(host).subspan(part.begin - begin, part.end - part.begin));
+        const bool starts =
+            field == StateField::kAverage && !saved.has(parameters[part.parameter].name, wanted);
+        load_part(saved, parameters[part.parameter], starts ? kStateFields[0] : wanted, part.offset,
+                  std::span(host).subspan(part.begin - begin, part.end - part.begin));
       }
       write_state(unit_index, field, 0, host);
     }
     for (std::size_t i = 0; i < parameters.size(); ++i) {
       if (!parameters[i].frozen) continue;
       host.assign(parameters[i].count, 0.0f);
-      saved.read(parameters[i].name, kStateFields[0], 0, host);
+      load_part(saved, parameters[i], kStateFields[0], 0, host);
       set_parameter({unit_index, static_cast<int>(i)}, 0, host);
     }
   }

@@ -137,6 +137,13 @@ GptParameter part_of(const GptParameter& whole, const TensorPart& part) {
   if (whole.cut == Cut::kRows) cut.shape.front() = ceil_div(whole.shape.front(), part.size);
   if (whole.cut == Cut::kColumns)
     cut.shape.back() = whole.sections * ceil_div(whole.shape.back() / whole.sections, part.size);
+  if (whole.cut != Cut::kWhole && part.size > 1) {
+    cut.split = {.shape = {whole.shape.begin(), whole.shape.end()},
+                 .dimension = whole.cut == Cut::kRows ? 0 : static_cast<int>(whole.shape.size()) - 1,
+                 .sections = whole.sections,
+                 .part = part.rank,
+                 .parts = part.size};
+  }
   return cut;
 }
 

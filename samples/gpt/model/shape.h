@@ -9,6 +9,8 @@
 #include <string>
 #include <vector>
 
+#include "forebay/tensor_split.h"
+
 namespace forebay::gpt {
 
 inline constexpr std::size_t kVocabulary = 256;  // Tokens are bytes.
@@ -38,6 +40,7 @@ struct GptParameter {
   double deviation = 0;  // For kNormal.
   Cut cut = Cut::kWhole;
   std::size_t sections = 1;  // Sections of columns, each divided by itself: query, key and value make three.
+  std::optional<TensorSplit> split = {};  // A part has its place in the whole.
 
   std::size_t count() const;
 };

@@ -1,11 +1,10 @@
-// The training state of a model in parts. The ranks that hold a part save it in a directory of its own, and
-// one file names the step that all parts have saved.
+// States of a model in parts, as forebay-gpt saved them in format 1. They are loaded, and no longer written.
 //
-//   DIR/step-12/part-0, part-1, ...    the files of Engine::save_state(), part by part
+//   DIR/step-12/part-0, part-1, ...    a state of Engine::save_state() for each part
 //   DIR/parts                          "step-12 tensor-parallel 2 pipeline-parallel 1"
 //
-// `parts` is replaced once every part is complete, so a kill at any moment leaves the state that it names. A
-// model in one part is saved in DIR itself.
+// Only a run with the same numbers of parts can load one. The state that it saves then has all parts, and any
+// run can load that.
 #pragma once
 
 #include <cstdint>
@@ -16,17 +15,13 @@
 
 namespace forebay::gpt {
 
-// Makes the directory that this rank's part of the state of `step` is saved in.
-std::string part_to_save(Grid& grid, const std::string& directory, std::uint64_t step);
+// The directory for Engine::load_state(): `directory` itself, or that of this rank's part of the newest state
+// in parts, or of that of `step`. Errors: throws Error(kIoError) if there is no such state in parts,
+// kInvalidArgument for other numbers of parts, kCorruption for a damaged `parts`.
+std::string directory_to_load(Grid& grid, const std::string& directory, std::optional<std::uint64_t> step);
 
-// Names the state of `step`, and keeps the newest `keep` steps. The engine does both for a model in one part.
-// Order: when this rank's part is saved. Collective over the grid's world.
-void name_saved_parts(Grid& grid, const std::string& directory, std::uint64_t step, int keep);
-
-// The directory of this rank's part of the newest state in `directory`, or of that of `step`. Errors: throws
-// Error(kIoError) if no such state in parts is saved there, kInvalidArgument for other numbers of parts,
-// kCorruption for a damaged `parts`.
-std::string saved_part(Grid& grid, const std::string& directory, std::optional<std::uint64_t> step);
+// Removes states in parts, once a state of all parts is saved in `directory`.
+void remove_parted_states(const std::string& directory);
 
 // Whether a state is saved in `directory`, in parts or in one.
 bool holds_state(const std::string& directory);

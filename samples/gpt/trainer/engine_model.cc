@@ -26,6 +26,7 @@ EngineModel::EngineModel(Engine& engine, const std::vector<GptUnit>& units, Comp
           engine.add_parameter(id, parameter.name, parameter.count(), parameter.group, /*frozen=*/false,
                                /*replicated=*/parameter.cut == Cut::kWhole);
       engine.declare_shape(added, std::vector<std::uint64_t>(parameter.shape.begin(), parameter.shape.end()));
+      if (parameter.split) engine.declare_split(added, *parameter.split);
       if (parameter.name == "wte.weight") tokens = added;
     }
     if (!unit.is_computed) {

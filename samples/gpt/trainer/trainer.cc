@@ -229,8 +229,9 @@ void Trainer::set_weights() {
 void Trainer::load() {
   std::optional<std::uint64_t> step;  // The newest.
   if (options_.load_step > 0) step = options_.load_step;
-  const std::string directory = saved_part(model_.grid, options_.load_state, step);
-  const Cursor saved = Cursor::from_text(model_.engine.load_state(directory, step));
+  const std::string directory = directory_to_load(model_.grid, options_.load_state, step);
+  Cursor saved = Cursor::from_text(model_.engine.load_state(directory, step));
+  if (directory == options_.load_state) saved.part = cursor_.part;  // A state of all parts.
   check_may_resume(cursor_, saved, options_.load_state, directory);
   cursor_ = saved;
 }
@@ -238,12 +239,10 @@ void Trainer::load() {
 void Trainer::save() {
   finish_save();
   saved_step_ = steps_done();
-  const std::string directory = part_to_save(model_.grid, options_.save_state, saved_step_);
-  // Each part's directory is that of one step.
-  const int keep = model_.grid.part_count() == 1 ? options_.keep : 1;
   is_saving_ = true;
-  if (options_.save_async) return model_.engine.save_state_begin(directory, cursor_.to_text(), keep);
-  model_.engine.save_state(directory, cursor_.to_text(), keep);
+  if (options_.save_async)
+    return model_.engine.save_state_begin(options_.save_state, cursor_.to_text(), options_.keep);
+  model_.engine.save_state(options_.save_state, cursor_.to_text(), options_.keep);
   finish_save();
 }
 
@@ -251,9 +250,7 @@ void Trainer::finish_save() {
   if (!is_saving_) return;
   is_saving_ = false;
   model_.engine.save_state_end();
-  name_saved_parts(model_.grid, options_.save_state, saved_step_, options_.keep);
-  // Rank 0 removes the states of later steps, so the next save begins after it.
-  if (options_.save_async) throw_if_error(model_.grid.world().barrier());
+  if (model_.grid.world().rank() == 0) remove_parted_states(options_.save_state);
 }
 
 void Trainer::evaluate(TrainingReport& report, Progress& progress) {

@@ -259,7 +259,7 @@ TEST_F(StateCommand, KeepsAsManyStatesAsWereAskedFor) {
 // A changed byte anywhere is noticed, and an export of it leaves no file.
 TEST_F(StateCommand, VerifyFindsEveryChangedByte) {
   save();
-  for (const char* name : {"rank-1-of-3", "manifest.json"}) {
+  for (const char* name : {"rank-1-of-3.safetensors", "manifest.json"}) {
     const std::string path = directory_ + "/step-000000000000/" + name;
     const std::uint64_t bytes = fs::file_size(path);
     for (std::uint64_t at = 0; at < bytes; at += std::max<std::uint64_t>(bytes / 7, 1)) {
@@ -271,7 +271,10 @@ TEST_F(StateCommand, VerifyFindsEveryChangedByte) {
   }
   EXPECT_EQ(command("verify " + directory_), 0) << err_;
 
-  flip(directory_ + "/step-000000000000/rank-0-of-3", 8);  // The first value of wte.
+  const std::string first = directory_ + "/step-000000000000/rank-0-of-3.safetensors";
+  std::uint64_t header = 0;
+  std::memcpy(&header, text_of(first).data(), sizeof header);
+  flip(first, sizeof header + header);  // The first value of wte.
   EXPECT_EQ(command("export " + directory_ + " --to " + root_ + "/m.safetensors"), 1);
   EXPECT_NE(err_.find("the checksum of master of wte differs"), std::string::npos) << err_;
   EXPECT_TRUE(files().empty());

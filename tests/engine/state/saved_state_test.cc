@@ -1,6 +1,8 @@
 // Saved state against other jobs, planted files, kills and file systems: nothing that was saved is lost, and
 // nothing but Error is thrown.
 
+#include "runtime/engine/state/saved_state.h"
+
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -21,7 +23,6 @@
 #include <vector>
 
 #include "forebay/error.h"
-#include "runtime/engine/state/state_files.h"
 #include "tests/engine/toy_cases.h"
 #include "tests/support/temporary_directory.h"
 
@@ -73,18 +74,14 @@ void save(const std::string& directory, std::uint64_t step) {
   const std::string temporary = internal::temporary_state(name);
   files.remove(temporary);
   files.make_subdirectory(temporary);
-  internal::StateFileWriter file(files.subdirectory(temporary).create(internal::state_file_name(0, 1)));
+  internal::StateFileWriter file(files.subdirectory(temporary).create(internal::state_file_name(0, 1)),
+                                 std::vector<internal::StateParameter>{{.name = "p", .count = kValues}},
+                                 {{.parameter = 0, .field = 0, .offset = 0, .count = kValues}});
   std::vector<float> values(kValues);
   for (std::size_t i = 0; i < kValues; ++i) values[i] = value_of(step, i);
-  file.write("p", "master", 0, values);
-  const internal::StateFileEnd end = file.finish();
-  internal::publish_state(files, name,
-                          {{"format", 1},
-                           {"step", step},
-                           {"files",
-                            {{{"name", internal::state_file_name(0, 1)},
-                              {"bytes", end.bytes},
-                              {"index_checksum", end.index_checksum}}}}});
+  file.write(values);
+  file.finish();
+  internal::publish_state(files, name, {{"step", step}, {"ranks", 1}});
 }
 
 // The step of the state that would be loaded, all of it read. Errors: throws Error.
@@ -246,10 +243,80 @@ TEST_F(SavedStateFiles, IsOnTheDriveBeforeItHasAName) {
   file_operations = &operations;
   save(directory_, 7);
   file_operations = nullptr;
-  EXPECT_EQ(operations, (std::vector<std::string>{
-                            "sync rank-0-of-1", "sync manifest.json", "sync .saving-step-000000000007",
-                            "rename to step-000000000007", "sync " + last_part(directory_), "sync .latest",
-                            "rename to latest", "sync " + last_part(directory_)}));
+  EXPECT_EQ(operations,
+            (std::vector<std::string>{"sync rank-0-of-1.safetensors", "sync state.safetensors.index.json",
+                                      "sync manifest.json", "sync .saving-step-000000000007",
+                                      "rename to step-000000000007", "sync " + last_part(directory_),
+                                      "sync .latest", "rename to latest", "sync " + last_part(directory_)}));
+}
+
+// Saves a tensor of 600 rows of 2000 elements in two files, each with a half of every row.
+void save_in_parts(const std::string& directory) {
+  const StateDirectory files = StateDirectory::make(directory);
+  const std::string name = internal::state_name(1);
+  files.make_subdirectory(internal::temporary_state(name));
+  for (int r = 0; r < 2; ++r) {
+    const TensorSplit split{
+        .shape = {600, 2000}, .dimension = 1, .part = static_cast<std::uint64_t>(r), .parts = 2};
+    internal::StateFileWriter file(
+        files.subdirectory(internal::temporary_state(name)).create(internal::state_file_name(r, 2)),
+        std::vector<internal::StateParameter>{
+            {.name = "p", .count = 600'000, .shape = {600, 1000}, .split = split}},
+        {{.parameter = 0, .field = 0, .offset = 0, .count = 600'000}});
+    std::vector<float> values;
+    for (int row = 0; row < 600; ++row) {
+      for (int column = 0; column < 1000; ++column)
+        values.push_back(static_cast<float>(row * 2000 + r * 1000 + column));
+    }
+    for (std::size_t at = 0; at < values.size(); at += 70'001)
+      file.write(std::span(values).subspan(at, std::min<std::size_t>(70'001, values.size() - at)));
+    file.finish();
+  }
+  internal::publish_state(files, name, {{"ranks", 2}});
+}
+
+TEST_F(SavedStateFiles, ARankReadsTheBlocksThatItNeeds) {
+  save_in_parts(directory_);
+  SavedState saved(directory_, internal::state_name(1));
+  constexpr std::uint64_t kBlockBytes = internal::kBlockCount * sizeof(float);
+  constexpr std::uint64_t kHeaderBytes = 4096;
+
+  std::vector<float> values(300);
+  saved.read("p", "master", 200'100, values);
+  for (std::size_t i = 0; i < values.size(); ++i) ASSERT_EQ(values[i], 200'100 + static_cast<float>(i));
+  EXPECT_LE(saved.bytes_read(), kBlockBytes + kHeaderBytes) << "of one file";
+
+  // All of it: each block once, though the rows go from file to file.
+  values.resize(1'200'000);
+  saved.read("p", "master", 0, values);
+  for (std::size_t i = 0; i < values.size(); ++i) ASSERT_EQ(values[i], static_cast<float>(i));
+  EXPECT_LE(saved.bytes_read(), values.size() * sizeof(float) + 2 * kHeaderBytes);
+}
+
+TEST_F(SavedStateFiles, TwoRanksWithTheSameElementsAreRefused) {
+  const StateDirectory files = StateDirectory::make(directory_);
+  const auto publish = [&](std::uint64_t first_count) {
+    const std::string temporary = internal::temporary_state(internal::state_name(1));
+    files.remove(temporary);
+    files.make_subdirectory(temporary);
+    for (int r = 0; r < 2; ++r) {
+      const std::uint64_t offset = r == 0 ? 0 : 50;
+      const std::uint64_t count = r == 0 ? first_count : 50;
+      internal::StateFileWriter file(files.subdirectory(temporary).create(internal::state_file_name(r, 2)),
+                                     std::vector<internal::StateParameter>{{.name = "p", .count = 100}},
+                                     {{.parameter = 0, .field = 0, .offset = offset, .count = count}});
+      file.write(std::vector<float>(count));
+      file.finish();
+    }
+    return verdict([&] { internal::publish_state(files, internal::state_name(1), {{"ranks", 2}}); });
+  };
+  const Status both = publish(60);
+  EXPECT_NE(both.message().find("several ranks saved element 50 of master of p"), std::string::npos)
+      << both.message();
+  const Status none = publish(40);
+  EXPECT_NE(none.message().find("no rank saved element 40 of master of p"), std::string::npos)
+      << none.message();
+  EXPECT_TRUE(publish(50).ok());
 }
 
 TEST_F(SavedStateFiles, ADamagedLatestHidesNothing) {
@@ -304,7 +371,7 @@ TEST_F(SavedStateFiles, APlantedLinkIsNotFollowed) {
 }
 
 TEST_F(SavedStateFiles, OnlyRegularFilesAreRead) {
-  const std::string rank_file = file("step-000000000001/rank-0-of-1");
+  const std::string rank_file = file("step-000000000001/rank-0-of-1.safetensors");
   const std::string manifest = file("step-000000000001/manifest.json");
   save(directory_, 1);
   for (const std::string& path : {rank_file, manifest}) {

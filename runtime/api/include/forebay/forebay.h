@@ -534,6 +534,15 @@ FOREBAY_API int32_t forebay_engine_add_parameter(forebay_engine* engine, int32_t
 FOREBAY_API int32_t forebay_engine_declare_shape(forebay_engine* engine, int32_t unit, int32_t index,
                                                  const uint64_t* shape, uint64_t dimension_count);
 
+/* Says that the parameter is one tensor-parallel rank's part of a larger tensor of dimensions `shape`:
+ * dimension `dimension` is divided into `sections` of equal length (3 for query, key and value side by side),
+ * and each section into `parts` pieces, of which this rank has number `part`. Saved state then has the whole
+ * tensor, and any other grid of ranks loads its own parts. Order: before commit. */
+FOREBAY_API int32_t forebay_engine_declare_split(forebay_engine* engine, int32_t unit, int32_t index,
+                                                 const uint64_t* shape, uint64_t dimension_count,
+                                                 int32_t dimension, uint64_t sections, uint64_t part,
+                                                 uint64_t parts);
+
 /* `unit` uses a parameter of an earlier unit too. `index`: its number in `unit`, after the unit's own
  * parameters, for forebay_parameter() and forebay_gradient(). An acquisition of `unit` gathers the owner too,
  * and counts as one of the owner: the owner's gradient is complete when both have had their backward passes.

@@ -340,6 +340,10 @@ class Engine {
   // Declares the dimensions of a parameter, which saved state keeps for its readers (saved_state.h). The
   // engine itself needs none. Requires: their product is the parameter's count.
   void declare_shape(ParameterId parameter, Span<const std::uint64_t> shape);
+  // Says that the parameter is one tensor-parallel rank's part of a larger tensor. Saved state then has the
+  // whole tensor, and any other grid of ranks loads its own parts. Requires: the part has the parameter's
+  // count; all ranks that have a part declare the same whole tensor.
+  void declare_split(ParameterId parameter, const TensorSplit& split);
   // `unit` uses `parameter` of an earlier unit too. Returns its index in leases of `unit`. A lease of `unit`
   // counts for the owner too. Order: after the unit's own parameters.
   int tie(UnitId unit, ParameterId parameter);
@@ -487,7 +491,9 @@ class Engine {
   // Saves master, m, v, steps and loss scale under `directory`, with `trainer_state`, which is opaque: for
   // example the data cursor. A state is written to a temporary name, synced, checksummed and renamed: a kill
   // at any moment leaves the last saved state whole. The directory keeps this state and the newest ones of
-  // earlier steps, `keep` in all.
+  // earlier steps, `keep` in all. With EngineOptions::grid all ranks that give the same directory save one
+  // state of the whole model, with rank 0's `trainer_state`; parts of the grid that give directories of their
+  // own save their parts alone.
   // Order:  collective.
   // Errors: kIoError, on all ranks; the engine goes on.
   void save_state(const std::string& directory, const std::string& trainer_state, int keep = 1);
@@ -502,9 +508,12 @@ class Engine {
   // Order:  collective.
   // Errors: kIoError, on all ranks: the state was not saved. The engine goes on.
   void save_state_end();
-  // Loads the latest whole state, or that of attempted step `step`, at any number of ranks and any ZeRO
-  // stage; returns trainer_state. Order:  collective. Errors: kIoError (none there), kCorruption (truncated
-  // or changed), kInvalidArgument (another model). The
+  // Loads the latest whole state, or that of attempted step `step`, at any number of ranks, ZeRO stage, dtype
+  // and grid; returns trainer_state. Each rank reads its own part. The masters are those that were saved, bit
+  // for bit. A moment that was not saved, because the parameter was frozen or the state has weights alone, is
+  // zero.
+  // Order:  collective.
+  // Errors: kIoError (none there), kCorruption (truncated or changed), kInvalidArgument (another model). The
   //         values are undefined then.
   std::string load_state(const std::string& directory, std::optional<std::uint64_t> step = {});
 

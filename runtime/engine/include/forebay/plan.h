@@ -17,12 +17,14 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <set>
 #include <string>
 #include <vector>
 
 #include "forebay/sharding_options.h"
 #include "forebay/status.h"
+#include "forebay/tensor_split.h"
 
 namespace forebay {
 
@@ -38,6 +40,7 @@ struct ParameterShape {
   bool optional = false;  // Its gradient may never be asked for (Engine::declare_optional).
   // Dimensions, for readers of saved state; their product is `count`. Empty: not declared.
   std::vector<std::uint64_t> shape = {};
+  std::optional<TensorSplit> split = {};  // A part of a tensor (Engine::declare_split).
 };
 
 // Parameters that are gathered together, usually one transformer block.
