@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <filesystem>
 #include <memory>
 #include <optional>
 #include <string>
@@ -10,6 +11,7 @@
 #include "runtime/command/command_line.h"
 #include "runtime/command/state/state_export.h"
 #include "runtime/command/state/state_print.h"
+#include "runtime/command/state/tensor_source.h"
 #include "runtime/command/terminal_line.h"
 
 namespace forebay {
@@ -24,6 +26,8 @@ struct StateOptions {
   std::string dtype = "fp32";
   std::string max_shard_size;
   bool average = false;
+  std::string from;
+  std::string prefix;
 };
 
 // "verifying step-000000000040: 34 % of 1.2 GiB".
@@ -119,12 +123,64 @@ int export_weights(const StateOptions& options) {
   return 0;
 }
 
+// A state at step 0 with the weights of another tool.
+int import_weights(const StateOptions& options) {
+  if (options.from.empty())
+    throw Error(StatusCode::kInvalidArgument, "import needs weights; add --from model.safetensors");
+  std::error_code error;
+  if (std::filesystem::exists(options.directory, error) && !saved_state_names(options.directory).empty()) {
+    throw Error(StatusCode::kInvalidArgument, shown_path(options.directory) +
+                                                  " holds a saved state already, which import would "
+                                                  "replace; give another directory");
+  }
+  const std::unique_ptr<TensorSource> source = open_safetensors(options.from);
+  SavedStateFacts facts;
+  facts.weights_only = true;
+  facts.trainer_state = "{}";
+  std::uint64_t all = 0;
+  for (const TensorSource::Tensor& tensor : source->tensors()) {
+    if (!tensor.name.starts_with(options.prefix)) continue;
+    facts.parameters.push_back({.name = tensor.name.substr(options.prefix.size()),
+                                .count = tensor.count,
+                                .shape = tensor.shape,
+                                .has_shape = !tensor.shape.empty()});
+    all += facts.parameters.back().bytes();
+  }
+  if (facts.parameters.empty()) {
+    throw Error(StatusCode::kInvalidArgument, "--from " + options.from + " has no tensor with a name that " +
+                                                  "begins with '" + options.prefix +
+                                                  "'; give another --prefix, or none");
+  }
+  TerminalLine line;
+  const auto progress = progress_on(line, "importing");
+  std::uint64_t done = 0;
+  SavedStateWriter state(options.directory, facts);
+  for (std::size_t tensor = 0; tensor < source->tensors().size(); ++tensor) {
+    if (!source->tensors()[tensor].name.starts_with(options.prefix)) continue;
+    source->read(tensor, [&](Span<const float> piece) {
+      state.write(piece);
+      done += piece.size() * sizeof(float);
+      progress(done, all);
+    });
+  }
+  state.finish();
+  line.show("");
+  const SavedStateReader written(options.directory);
+  throw_if_error(write_standard_output(shown_text(written.facts().path) + ": " +
+                                       state_size_text(written.facts()) + "\n"));
+  return 0;
+}
+
 int act(const StateOptions& options) {
+  if (options.action != "import" && !(options.from.empty() && options.prefix.empty()))
+    throw Error(StatusCode::kInvalidArgument,
+                "--from and --prefix are for import, not for " + options.action);
   if (options.action != "export" && !options.to.empty())
     throw Error(StatusCode::kInvalidArgument, "--to is for export, not for " + options.action);
   if (options.action != "show" && options.json)
     throw Error(StatusCode::kInvalidArgument, "--json is for show, not for " + options.action);
   if (options.action == "show") return show(options);
+  if (options.action == "import") return import_weights(options);
   return options.action == "verify" ? verify(options) : export_weights(options);
 }
 
@@ -142,7 +198,7 @@ int run(const StateOptions& options) {
 void add_state_command(CLI::App& app, Action& action) {
   const auto options = std::make_shared<StateOptions>();  // Shared by the parser's fields and the action.
   CLI::App* const command =
-      app.add_subcommand("state", "Verify, show or export training state that was saved in a directory");
+      app.add_subcommand("state", "Verify, show, export or import training state in a directory");
   const auto one_of = [](std::vector<std::string> words) {
     return [words](const std::string& given) {
       std::string all;
@@ -154,11 +210,11 @@ void add_state_command(CLI::App& app, Action& action) {
     };
   };
   add_value(
-      *command, "action", options->action, "verify|show|export",
+      *command, "action", options->action, "verify|show|export|import",
       "verify: read all of every state and compare checksums; show: the contents of a state; export: write "
-      "the fp32 weights as safetensors")
+      "the fp32 weights as safetensors; import: make a state of weights in safetensors")
       ->required()
-      ->check(one_of({"verify", "show", "export"}));
+      ->check(one_of({"verify", "show", "export", "import"}));
   add_value(*command, "directory", options->directory, "DIR", "The directory that a run saved its state in")
       ->required();
   add_value(*command, "--state", options->name, "NAME",
@@ -177,6 +233,14 @@ void add_state_command(CLI::App& app, Action& action) {
       ->add_flag("--average", options->average,
                  "export: the moving average of the weights, from a run with --ema")
       ->group("Export");
+  add_value(*command, "--from", options->from, "PATH",
+            "import: a .safetensors file, its index (.safetensors.index.json), or a directory with "
+            "model.safetensors or its index")
+      ->group("Import");
+  add_value(
+      *command, "--prefix", options->prefix, "TEXT",
+      "import: only tensors with names that begin so, such as transformer.; it is removed from the names")
+      ->group("Import");
   command->callback([options, &action] { action = [options] { return run(*options); }; });
 }
 

@@ -280,6 +280,72 @@ TEST_F(StateCommand, VerifyFindsEveryChangedByte) {
   EXPECT_TRUE(files().empty());
 }
 
+TEST_F(StateCommand, ImportsSafetensorsAsAStateThatAnEngineLoads) {
+  save();
+  ASSERT_EQ(command("export " + directory_ + " --max-shard-size 2430 --to " + root_ + "/model.safetensors"),
+            0);
+  for (const char* from : {"/model.safetensors.index.json", ""}) {
+    const std::string imported = root_ + "/imported";
+    ASSERT_EQ(command("import " + imported + " --from " + root_ + from), 0) << err_;
+    ASSERT_EQ(command("verify " + imported), 0) << err_;
+    ASSERT_EQ(command("show " + imported + " --json"), 0) << err_;
+    EXPECT_EQ(Json::parse(out_)["parameters"].size(), 4u);
+    EXPECT_EQ(Json::parse(out_)["parameters"][3]["bytes"], 4) << "z.last, a weight alone";
+    run_ranks(2, {}, [&](Rank& rank) {
+      EngineOptions options;
+      options.stage = 2;
+      options.optimizer = Optimizer::kLion;
+      Engine engine(*rank.backend, *rank.kernels, *rank.communicator, options);
+      const UnitId unit = engine.add_unit("all");
+      const std::vector<ParameterId> ids = {
+          engine.add_parameter(unit, "bias", 7), engine.add_parameter(unit, "frozen", 600, 0, true),
+          engine.add_parameter(unit, "wte", 2100), engine.add_parameter(unit, "z.last", 1)};
+      engine.commit();
+      engine.load_state(imported);
+      const int numbers[] = {1, 2, 0, 3};
+      for (std::size_t p = 0; p < ids.size(); ++p) {
+        const std::vector<float> values = engine.get_parameter(ids[p]);
+        for (std::size_t i = 0; i < values.size(); ++i) EXPECT_EQ(values[i], value_of(numbers[p], i));
+      }
+      EXPECT_EQ(engine.get_moment(ids[2], Moment::kFirst), std::vector<float>(2100));
+    });
+    EXPECT_EQ(command("import " + imported + " --from " + root_ + from), 2);
+    EXPECT_NE(err_.find("holds a saved state already"), std::string::npos) << err_;
+    fs::remove_all(imported);
+  }
+  ASSERT_EQ(command("export " + directory_ + " --dtype bf16 --to " + root_ + "/n.safetensors"), 0);
+  ASSERT_EQ(command("import " + root_ + "/n --prefix z. --from " + root_ + "/n.safetensors"), 0) << err_;
+  ASSERT_EQ(command("show " + root_ + "/n --json"), 0) << err_;
+  ASSERT_EQ(Json::parse(out_)["parameters"].size(), 1u);
+  EXPECT_EQ(Json::parse(out_)["parameters"][0]["name"], "last");
+  // Back again: the same bytes.
+  ASSERT_EQ(command("export " + directory_ + " --to " + root_ + "/m.safetensors"), 0);
+  ASSERT_EQ(command("import " + root_ + "/m --from " + root_ + "/m.safetensors"), 0) << err_;
+  ASSERT_EQ(command("export " + root_ + "/m --to " + root_ + "/again.safetensors"), 0);
+  const TensorFile first(root_ + "/m.safetensors");
+  const TensorFile again(root_ + "/again.safetensors");
+  for (const char* name : {"wte", "bias", "frozen", "z.last"})
+    EXPECT_EQ(first.values<float>(name), again.values<float>(name)) << name;
+
+  // Damaged and foreign files, and nothing is left of them.
+  const std::string whole = text_of(root_ + "/m.safetensors");
+  const auto refused = [&](const std::string& text, const std::string& part) {
+    std::ofstream(root_ + "/bad.safetensors", std::ios::binary) << text;
+    EXPECT_EQ(command("import " + root_ + "/bad --from " + root_ + "/bad.safetensors"), 1);
+    EXPECT_NE(err_.find(part), std::string::npos) << err_;
+    EXPECT_FALSE(fs::exists(root_ + "/bad/latest"));
+  };
+  refused("", "it is too short");
+  refused(whole.substr(0, whole.size() - 1), "is not that of its elements");
+  refused(std::string(8, '\x7f') + whole.substr(8), "its header is too long");
+  std::string integers = whole;
+  integers.replace(integers.find("F32"), 3, "I32");
+  refused(integers, "of type I32");
+  std::string text = whole;
+  text[10] = '\xff';
+  refused(text, "its header cannot be read");
+}
+
 TEST_F(StateCommand, BadInputIsRefusedInWords) {
   const auto refused = [&](const std::string& arguments, int code, const std::string& part) {
     EXPECT_EQ(command(arguments), code) << arguments;
@@ -303,7 +369,7 @@ TEST_F(StateCommand, BadInputIsRefusedInWords) {
   refused("export " + directory_ + " --to " + root_ + "/m.safetensors --dtype int8", 2, "fp32, bf16, fp16");
   refused("show " + directory_ + " --to " + root_ + "/m.safetensors", 2, "--to is for export");
   refused("verify " + directory_ + " --json", 2, "--json is for show");
-  refused("burn " + directory_, 2, "verify, show, export");
+  refused("burn " + directory_, 2, "verify, show, export, import");
   fs::create_directory(root_ + "/d.safetensors");
   refused("export " + directory_ + " --to " + root_ + "/d.safetensors", 2, "is no regular file");
   fs::remove(root_ + "/d.safetensors");

@@ -1,0 +1,169 @@
+#include "runtime/command/state/tensor_source.h"
+
+#include <algorithm>
+#include <filesystem>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string_view>
+#include <utility>
+
+#include "forebay/conversions.h"
+#include "forebay/data_type.h"
+#include "forebay/error.h"
+#include "forebay/text.h"
+#include "runtime/command/state/input_file.h"
+
+namespace forebay {
+namespace {
+
+namespace fs = std::filesystem;
+using Json = nlohmann::json;
+
+constexpr std::uint64_t kMostHeaderBytes = 100u << 20;  // As the library of safetensors has it.
+constexpr int kMostDepth = 16;
+constexpr std::uint64_t kPieceCount = 1u << 20;
+
+// Errors: throws Error(kCorruption) if brackets are nested too deep.
+std::string json_text(const InputFile& file, std::uint64_t offset, std::uint64_t bytes) {
+  std::string text = file.text(offset, bytes);
+  if (is_nested_deeper(text, kMostDepth)) refuse_import(file.path(), "its brackets are nested too deep");
+  return text;
+}
+
+std::uint64_t number_of(const Json& json) {
+  return json.get_ref<const Json::number_unsigned_t&>();
+}
+
+std::optional<DataType> type_of(const std::string& name) {
+  if (name == "F32") return DataType::kFloat32;
+  if (name == "BF16") return DataType::kBfloat16;
+  if (name == "F16") return DataType::kFloat16;
+  return std::nullopt;
+}
+
+class Safetensors : public TensorSource {
+ public:
+  // The tensors of a file, and of the files of an index. Only these tensors of each file count.
+  explicit Safetensors(const std::vector<std::string>& paths) {
+    for (const std::string& path : paths) {
+      files_.push_back(std::make_unique<InputFile>(path));
+      add_file(files_.size() - 1);
+    }
+    for (auto& [name, tensor] : by_name_) {
+      tensors_.push_back({name, tensor.shape, tensor.count});
+      places_.push_back(std::move(tensor));
+    }
+  }
+
+  const std::vector<Tensor>& tensors() const override { return tensors_; }
+
+  void read(std::size_t tensor, const std::function<void(Span<const float>)>& visit) override {
+    const Place& place = places_.at(tensor);
+    const std::uint64_t width = element_bytes(place.type);
+    std::vector<float> piece(std::min(place.count, kPieceCount));
+    std::vector<std::uint16_t> narrow(width == 2 ? piece.size() : 0);
+    for (std::uint64_t done = 0; done < place.count; done += piece.size()) {
+      piece.resize(std::min(place.count - done, kPieceCount));
+      void* const target = width == 2 ? static_cast<void*>(narrow.data()) : piece.data();
+      files_[place.file]->read_at(place.at + done * width, target, piece.size() * width);
+      for (std::size_t i = 0; width == 2 && i < piece.size(); ++i) {
+        piece[i] =
+            place.type == DataType::kBfloat16 ? bfloat16_to_float(narrow[i]) : float16_to_float(narrow[i]);
+      }
+      visit(Span<const float>(piece.data(), piece.size()));
+    }
+  }
+
+ private:
+  struct Place {
+    std::size_t file = 0;
+    std::uint64_t at = 0;  // Bytes from the start of the file.
+    DataType type = DataType::kFloat32;
+    std::vector<std::uint64_t> shape;
+    std::uint64_t count = 0;
+  };
+
+  void add_file(std::size_t number) {
+    const InputFile& file = *files_[number];
+    std::uint64_t length = 0;
+    if (file.bytes() < sizeof(length)) refuse_import(file.path(), "it is too short");
+    file.read_at(0, &length, sizeof(length));
+    if (length > std::min(file.bytes() - sizeof(length), kMostHeaderBytes))
+      refuse_import(file.path(), "its header is too long");
+    const std::uint64_t data_at = sizeof(length) + length;
+    try {
+      const Json header = Json::parse(json_text(file, sizeof(length), length));
+      for (const auto& [name, entry] : header.items()) {
+        if (name != "__metadata__") add_tensor(number, data_at, name, entry);
+      }
+    } catch (const Json::exception&) {
+      refuse_import(file.path(), "its header cannot be read");
+    }
+  }
+
+  void add_tensor(std::size_t number, std::uint64_t data_at, const std::string& name, const Json& entry) {
+    const InputFile& file = *files_[number];
+    const auto type_name = entry.at("dtype").get<std::string>();
+    const std::optional<DataType> type = type_of(type_name);
+    if (!type) {
+      throw Error(StatusCode::kUnsupported, shown_path(file.path()) + " has the tensor " + shown_value(name) +
+                                                " of type " + shown_value(type_name) +
+                                                "; weights are F32, BF16 or F16: leave other tensors out");
+    }
+    Place place{.file = number, .type = *type, .count = 1};
+    for (const Json& extent : entry.at("shape")) {
+      place.shape.push_back(number_of(extent));
+      if (__builtin_mul_overflow(place.count, place.shape.back(), &place.count))
+        refuse_import(file.path(), "the shape of " + shown_value(name) + " is too large");
+    }
+    const std::uint64_t begin = number_of(entry.at("data_offsets").at(0));
+    const std::uint64_t end = number_of(entry.at("data_offsets").at(1));
+    if (begin > end || end > file.bytes() - data_at || (end - begin) / element_bytes(*type) != place.count ||
+        place.count == 0)
+      refuse_import(file.path(), "the place of " + shown_value(name) + " is not that of its elements");
+    place.at = data_at + begin;
+    if (!by_name_.emplace(name, std::move(place)).second)
+      refuse_import(file.path(), "another file has " + shown_value(name) + " too");
+  }
+
+  std::vector<std::unique_ptr<InputFile>> files_;
+  std::map<std::string, Place> by_name_;
+  std::vector<Tensor> tensors_;
+  std::vector<Place> places_;
+};
+
+// The files of an index, each once.
+std::vector<std::string> files_of_index(const std::string& path) {
+  const InputFile index(path);
+  if (index.bytes() > kMostHeaderBytes) refuse_import(path, "it is too long for an index");
+  std::vector<std::string> files;
+  try {
+    const Json json = Json::parse(json_text(index, 0, index.bytes()));
+    for (const auto& [tensor, file] : json.at("weight_map").items()) {
+      const auto name = file.get<std::string>();
+      if (name.find('/') != std::string::npos) refuse_import(path, "it names a file in another directory");
+      files.push_back((fs::path(path).parent_path() / name).string());
+    }
+  } catch (const Json::exception&) {
+    refuse_import(path, "it is not an index");
+  }
+  std::sort(files.begin(), files.end());
+  files.erase(std::unique(files.begin(), files.end()), files.end());
+  return files;
+}
+
+}  // namespace
+
+std::unique_ptr<TensorSource> open_safetensors(const std::string& path) {
+  std::error_code error;
+  if (fs::is_directory(path, error)) {
+    const std::string file = path + "/model.safetensors";
+    const std::string index = file + ".index.json";
+    return open_safetensors(fs::exists(index, error) ? index : file);
+  }
+  if (std::string_view(path).ends_with(".json")) return std::make_unique<Safetensors>(files_of_index(path));
+  return std::make_unique<Safetensors>(std::vector{path});
+}
+
+}  // namespace forebay
