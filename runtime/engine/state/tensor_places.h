@@ -46,7 +46,7 @@ class TensorPlaces {
   std::uint64_t extent_ = 0;  // its own extent,
   std::uint64_t inner_ = 1;   // and the product of those after it.
   std::uint64_t section_ = 0;
-  std::uint64_t piece_ = 0;  // Of a section in a part, with padding.
+  std::uint64_t piece_ = 0;  // Elements of a section in a part, with padding.
   std::uint64_t parts_ = 1;
 };
 

@@ -16,7 +16,7 @@ namespace forebay {
 // is the third of four parts, of shape {1600, 1200}, of a matrix [in, out] that has query, key and value side
 // by side.
 struct TensorSplit {
-  std::vector<std::uint64_t> shape;  // Of the whole tensor.
+  std::vector<std::uint64_t> shape;  // The whole tensor's dimensions.
   int dimension = 0;                 // That is divided.
   std::uint64_t sections = 1;        // Divides that dimension.
   std::uint64_t part = 0;
