@@ -19,7 +19,22 @@ def answer(words):
     return json.loads(finished.stdout)
 
 
+def scaling(program, common, experiment):
+    """Devices' throughput in all at the last number of GPUs over that at the first. Each takes the largest batch that fits."""
+    throughputs = []
+    for ranks in experiment["ranks"]:
+        words = common + experiment["arguments"] + ["--ranks", str(ranks)]
+        batch = answer([program, "plan", "--largest", "--json", "--memory", "32GB"] + words)["stages"][0]["batch"]
+        words += ["--cluster", "dgx-2", "--attention", "plain", "--batch", str(batch)]
+        speed = answer([program, "simulate", "--json", "--no-changes"] + words)["tflops_per_device"]
+        print(f"    {ranks} GPUs: batch {batch} of a rank, {speed:.1f} TFLOP/s of a GPU")
+        throughputs.append(speed * ranks)
+    return throughputs[-1] / throughputs[0]
+
+
 def measure(program, common, experiment):
+    if experiment["kind"] == "scaling":
+        return experiment["ranks"][-1] / experiment["ranks"][0], scaling(program, common, experiment), "times as fast (paper: more)"
     if experiment["kind"] == "largest":
         found = answer([program, "plan", "--largest", "--json", "--host-ranks", "0", "--layers", "1"] + common +
                        experiment["arguments"])
