@@ -16,10 +16,6 @@ std::string line(const std::string& label, std::uint64_t bytes, const std::strin
   return text + (fits ? "   " + formula : "\n      " + wrap_text(formula, kTableWidth, 6)) + "\n";
 }
 
-std::string gigabytes(double bytes) {
-  return format_text("%.1f GB", bytes / 1e9);
-}
-
 // "16 of 48 keep, 32 partition", in that order.
 std::string placements(const ActivationPlan& plan) {
   std::string text;
@@ -150,11 +146,6 @@ std::string activation_text(const ActivationReport& report) {
       "e: bytes of an element; the bracketed terms are those of 2-byte types and of GPT-2's blocks\n"
       "note: ZeRO's count leaves out the attention's scores and the dropout masks (arXiv 1910.02054, 3.2; "
       "Korthikanti et al., arXiv 2205.05198)\n";
-  for (const PrintedFigure& figure : printed_activation_figures()) {
-    if (figure.agrees()) continue;
-    text += "note: the ZeRO paper prints " + gigabytes(figure.printed_gb * 1e9) + " (" + figure.where + ", " +
-            figure.what + "); its own formula gives " + gigabytes(static_cast<double>(figure.bytes)) + "\n";
-  }
   return text;
 }
 
@@ -181,15 +172,6 @@ nlohmann::ordered_json activation_json(const ActivationReport& report) {
               {"zero_tensor_parallel_wire", formulas.zero_tensor_parallel_wire},
               {"partition_wire", formulas.partition_wire}}},
             {"device", report.device_bytes()}};
-  Json disagree = Json::array();
-  for (const PrintedFigure& figure : printed_activation_figures()) {
-    if (figure.agrees()) continue;
-    disagree.push_back({{"what", figure.what},
-                        {"where", figure.where},
-                        {"printed_gb", figure.printed_gb},
-                        {"bytes", figure.bytes}});
-  }
-  json["paper_disagrees"] = disagree;
   if (!report.plan) return json;
   const ActivationPlan& plan = *report.plan;
   json["plan"] = {{"placements", placements(plan)},

@@ -2,10 +2,10 @@
 
 #include <algorithm>
 
+#include "forebay/model_config.h"
 #include "forebay/text.h"
 #include "forebay/units.h"
 #include "runtime/command/command_line.h"
-#include "forebay/model_config.h"
 
 namespace forebay {
 namespace {
@@ -33,7 +33,10 @@ void add_model_options(CLI::App& command, ModelArguments& arguments) {
         ->capture_default_str()
         ->group(kModelHeading);
   };
-  command.add_option("--config", arguments.config, "The model as a Hugging Face config.json (gpt2 or llama)")
+  command
+      .add_option("--config", arguments.config,
+                  "The model as a Hugging Face config.json of the kind of gpt2, llama, mistral, qwen2, "
+                  "qwen3, gemma, gemma2, gemma3_text, phi3, mixtral, deepseek_v2 or deepseek_v3")
       ->type_name("FILE")
       ->group(kModelHeading);
   arguments.shape_options = {number("--layers", arguments.layers, "Layers, for a model of the GPT-2 kind"),
@@ -42,7 +45,8 @@ void add_model_options(CLI::App& command, ModelArguments& arguments) {
                              number("--vocabulary", arguments.vocabulary, "Different tokens")};
   arguments.sequence_option = number("--sequence", arguments.sequence, "Tokens of one sequence");
   arguments.batch_option =
-      number("--batch", arguments.batch, "Sequences per micro-step and data-parallel rank");
+      number("--batch", arguments.batch,
+             "Sequences per micro-step and data-parallel rank; with --config 1, unless given");
 }
 
 Result<ModelChoice> read_model(const ModelArguments& arguments) {
@@ -55,6 +59,7 @@ Result<ModelChoice> read_model(const ModelArguments& arguments) {
   TransformerShape shape;
   if (arguments.has_config()) {
     FOREBAY_ASSIGN_OR_RETURN(shape, read_model_config(arguments.config));
+    if (!given(arguments.batch_option)) model.batch = 1;
     if (given(arguments.sequence_option)) {
       FOREBAY_RETURN_IF_ERROR(read_count("sequence", arguments.sequence, &model.sequence));
     }
@@ -75,6 +80,9 @@ std::string describe_model(const ModelChoice& model) {
   std::string text = shape.kind == TransformerKind::kGpt2 ? "GPT-2 kind: " : "Llama kind: ";
   text += format_count(shape.layers, "layer") + ", hidden " + std::to_string(shape.hidden) + ", " +
           format_count(shape.heads, "head");
+  if (shape.experts.count > 0)
+    text +=
+        ", " + std::to_string(shape.experts.active) + " of " + format_count(shape.experts.count, "expert");
   if (shape.key_value_heads != shape.heads) {
     text += " (" + std::to_string(shape.key_value_heads) + " for keys and values)";
   }

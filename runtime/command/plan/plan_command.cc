@@ -118,7 +118,6 @@ Status read_memory(const PlanArguments& arguments, const ShardingOptions& option
 }
 
 Status read_budget(const PlanArguments& arguments, int world_size, PlanBudget* budget) {
-  budget->host_ranks = static_cast<std::uint64_t>(world_size);
   if (given(arguments.host_ranks_option)) {
     if (arguments.host_ranks < 0 || arguments.host_ranks > world_size) {
       return refuse("--host-ranks is " + std::to_string(arguments.host_ranks) + "; use 0 to all ranks (" +
@@ -218,7 +217,6 @@ Status print_largest(const PlanArguments& arguments, PlanRequest request, PlanBu
         "--largest grows the shape of a model until --memory is full; give --memory, and --layers --hidden "
         "--heads or --config");
   }
-  if (!given(arguments.host_ranks_option)) budget.host_ranks = 0;
   const bool has_stage = arguments.sharding.given("stage");
   std::vector<LargestFigures> figures;
   for (int stage = 0; stage <= 3; ++stage) {
@@ -270,7 +268,6 @@ Status plan(const PlanArguments& arguments, bool* holds) {
   const std::string text = arguments.json ? plan_json(reports.front(), budget, activations)
                                           : plan_text(reports, left_out, description, budget, activations);
   FOREBAY_RETURN_IF_ERROR(write_standard_output(text));
-  if (!given(arguments.host_ranks_option)) budget.host_ranks = 0;
   *holds = std::any_of(reports.begin(), reports.end(),
                        [&](const PlanReport& report) { return plan_fits(report, budget); });
   return Status();
@@ -316,9 +313,9 @@ void add_plan_command(CLI::App& app, Action& action) {
        "the bytes that these would hold",
        "forebay|paper|deepspeed|megatron");
   a.host_ranks_option = add_value(*command, "--host-ranks", a.host_ranks, "N",
-                                  "Ranks that keep their device bytes in this host's memory; in a "
-                                  "pipeline, those that need most. 0: the host is not judged")
-                            ->default_str("all");
+                                  "Judge this host too, as if so many ranks kept their device bytes in its "
+                                  "memory; in a pipeline, those that need most. 0: not judged")
+                            ->capture_default_str();
   command->add_flag("--largest", a.largest,
                     "Print the largest model of the shape's width, grown in layers, and the largest batch of "
                     "the shape, that --memory holds");

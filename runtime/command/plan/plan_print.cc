@@ -150,7 +150,7 @@ std::string judgement(const std::vector<PlanReport>& reports, const PlanBudget& 
     text += "  activations among them are an estimate; forebay-gpt goes by its own exact plan\n";
   for (std::size_t i = 0; i < reports.size(); ++i) {
     if (!plan_fits(reports[i], budget))
-      text += "  " + stage_label(reports[i]) + ": " + shrink_advice(reports[i]) + "\n";
+      text += "  " + stage_label(reports[i]) + ": " + shrink_advice(reports[i], budget.memory_bytes) + "\n";
   }
   const bool host_fails = std::any_of(
       by_limit.begin() + (budget.memory_bytes != 0 ? 1 : 0), by_limit.end(), [](const auto& verdicts) {
@@ -171,6 +171,29 @@ std::string ranks_text(const PlanReport& report) {
   if (report.part.pipeline_parallel > 1)
     text += " x " + std::to_string(report.part.pipeline_parallel) + " pipeline stages";
   return text;
+}
+
+// "fits: stage 2 into 80.00 GiB with 12.00 GiB to spare": the first line of a plan with a budget.
+std::string verdict_text(const std::vector<PlanReport>& reports, const PlanBudget& budget) {
+  if (budget.memory_bytes == 0) return "";
+  const PlanReport* best = nullptr;  // The lowest stage that fits: it sends least.
+  const PlanReport* nearest = &reports.front();
+  for (const PlanReport& report : reports) {
+    if (best == nullptr && plan_fits(report, budget)) best = &report;
+    if (report.bytes.needed() < nearest->bytes.needed()) nearest = &report;
+  }
+  const std::string memory = format_bytes(budget.memory_bytes);
+  if (best != nullptr) {
+    return "fits: " + stage_label(*best) + " on " + ranks_text(*best) + " of " + memory + " with " +
+           format_bytes(budget.memory_bytes - best->bytes.needed()) + " to spare" +
+           (best->bytes.total ? "" : ", less the parts that need the shape") + "\n";
+  }
+  if (nearest->bytes.needed() <= budget.memory_bytes)
+    return "does not fit into this host; see the end for the limits\n";
+  return "DOES NOT FIT: " + stage_label(*nearest) + " on " + ranks_text(*nearest) + " of " + memory +
+         " lacks " + (nearest->bytes.total ? "" : "at least ") +
+         format_bytes(nearest->bytes.needed() - budget.memory_bytes) + "; " +
+         shrink_advice(*nearest, budget.memory_bytes) + "\n";
 }
 
 std::string psi_text(const PlanReport& report) {
@@ -242,10 +265,11 @@ std::string plan_text(const std::vector<PlanReport>& reports, const std::vector<
                       const std::vector<ActivationReport>& activations) {
   const PlanReport& first = reports.front();
   const PlanOptions& options = first.options;
-  std::string text = "plan (" + std::string(preset_name(first.preset)) + "): " + grouped(first.parameters) +
-                     " parameters, " + data_type_name(options.dtype) + ", " + ranks_text(first) + ", " +
-                     std::to_string(options.micro_steps) +
-                     (options.micro_steps == 1 ? " micro-step" : " micro-steps") + " a step\n";
+  std::string text = verdict_text(reports, budget);
+  text += "plan (" + std::string(preset_name(first.preset)) + "): " + grouped(first.parameters) +
+          " parameters, " + data_type_name(options.dtype) + ", " + ranks_text(first) + ", " +
+          std::to_string(options.micro_steps) + (options.micro_steps == 1 ? " micro-step" : " micro-steps") +
+          " a step\n";
   if (!model.empty()) text += model + "\n";
 
   Table table(reports);
@@ -370,7 +394,7 @@ std::string plan_json(const PlanReport& report, const PlanBudget& budget,
     }
   }
   json["fits"] = plan_fits(report, budget);
-  if (!plan_fits(report, budget)) json["advice"] = shrink_advice(report);
+  if (!plan_fits(report, budget)) json["advice"] = shrink_advice(report, budget.memory_bytes);
   return json.dump(2) + "\n";
 }
 

@@ -563,7 +563,7 @@ PlanReport worst_stage(const std::vector<PlanReport>& stages) {
   return worst;
 }
 
-std::string shrink_advice(const PlanReport& report) {
+std::string shrink_advice(const PlanReport& report, std::uint64_t memory_bytes) {
   struct Pool {
     const char* name;
     std::uint64_t bytes;
@@ -572,12 +572,15 @@ std::string shrink_advice(const PlanReport& report) {
   const PlanOptions& options = report.options;
   const int stage = options.stage;
   const std::string share = "use more --ranks";
+  const bool alone = options.ranks == 1;  // Then no ZeRO stage shards anything.
   const auto offload_more = [&](Offload needed, const char* name) -> std::string {
     if (options.offload < needed) return std::string(", or --offload ") + name;
     return options.offload_fraction < 1 ? ", or a larger --offload-fraction" : "";
   };
   const auto shard_at = [&](int from) -> std::string {
     if (stage >= from) return share;
+    if (alone)
+      return "use more --ranks, and --stage " + std::to_string(from) + (from == 3 ? "" : " or higher");
     return from == 3 ? "use --stage 3" : "use --stage " + std::to_string(from) + " or higher";
   };
   const Pool pools[] = {
@@ -589,10 +592,14 @@ std::string shrink_advice(const PlanReport& report) {
       {"gathered", report.bytes.gathered.value_or(0),
        "use a smaller --hidden or --vocabulary, or a 2-byte --dtype"},
       {"buckets", report.bytes.buckets.value_or(0), "use a smaller --bucket"},
-      {"activations", report.bytes.activations.value_or(0), "use a smaller --batch or --sequence"},
+      {"activations", report.bytes.activations.value_or(0),
+       "use a smaller --batch or --sequence, or --recompute block"},
   };
   const Pool* largest = std::max_element(std::begin(pools), std::end(pools),
                                          [](const Pool& a, const Pool& b) { return a.bytes < b.bytes; });
+  // Sharding leaves activations as they are.
+  const Pool& activations = *(std::end(pools) - 1);
+  if (memory_bytes != 0 && activations.bytes > memory_bytes) largest = &activations;
   return std::string("the largest pool is ") + largest->name + " with " + format_bytes(largest->bytes) +
          ": " + largest->advice;
 }

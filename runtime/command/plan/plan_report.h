@@ -115,7 +115,9 @@ struct LimitVerdict {
 };
 
 // Names the largest pool and an option that makes it smaller: the end of every "does not fit" message.
-std::string shrink_advice(const PlanReport& report);
+// `memory_bytes`: the budget; 0: none. Activations that exceed it by themselves come first: sharding
+// does not help them.
+std::string shrink_advice(const PlanReport& report, std::uint64_t memory_bytes = 0);
 
 // Compares the memory limits of the host with the `ranks_here` ranks of the plan that need most.
 std::vector<LimitVerdict> judge_host(const PlanReport& report, const std::vector<HostLimit>& limits,

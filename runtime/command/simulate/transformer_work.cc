@@ -55,7 +55,7 @@ class Pieces {
     const std::uint64_t h = shape.hidden;
     const std::uint64_t queries = shape.heads / ranks_ * shape.head_dimension;
     const std::uint64_t keys = ceil_div(shape.key_value_heads, ranks_) * shape.head_dimension;
-    const std::uint64_t inner = ceil_div(shape.intermediate, ranks_);
+    const std::uint64_t inner = ceil_div(active_intermediate(shape), ranks_);
     pass(2, h);
     product(tokens_, h, queries + 2 * keys);
     attention();

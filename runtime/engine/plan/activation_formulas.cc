@@ -2,9 +2,7 @@
 
 #include <algorithm>
 #include <charconv>
-#include <cmath>
 
-#include "forebay/check.h"
 #include "forebay/units.h"
 
 namespace forebay {
@@ -115,32 +113,6 @@ Result<ActivationFormulas> activation_formulas(const TransformerBlocks& blocks) 
                       " are larger than 2^62 bytes; use a smaller batch or sequence");
   }
   return figures;
-}
-
-bool PrintedFigure::agrees() const {
-  return std::round(static_cast<double>(bytes) / 1e9) == printed_gb;
-}
-
-std::vector<PrintedFigure> printed_activation_figures() {
-  const auto of = [](TransformerBlocks blocks) {
-    const Result<ActivationFormulas> figures = activation_formulas(blocks);
-    FOREBAY_CHECK(figures.ok(), "%s", figures.status().message().c_str());
-    return figures.value();
-  };
-  TransformerBlocks small{.layers = 48, .hidden = 1600, .heads = 25, .sequence = 1024, .batch = 32};
-  const ActivationFormulas each = of(small);
-  small.recompute_every = 6;
-  const ActivationFormulas segments = of(small);
-  const ActivationFormulas large =
-      of({.layers = 125, .hidden = 8192, .heads = 64, .sequence = 1024, .batch = 32, .tensor_parallel = 16});
-  return {
-      {"1.5B parameters, nothing recomputed", "section 3.2", 60, each.zero_all},
-      {"1.5B parameters, recomputed in segments of 6 layers", "section 3.2", 8,
-       segments.saved + segments.zero_segment},
-      {"100B parameters, inputs of blocks saved", "section 3.2", 60, large.saved},
-      {"100B parameters, inputs of blocks saved", "section 6.1", 33, large.saved},
-      {"100B parameters, the same partitioned over 16", "section 6.1", 2, large.saved_partitioned},
-  };
 }
 
 }  // namespace forebay

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <filesystem>
 #include <nlohmann/json.hpp>
+#include <string_view>
 
 #include "forebay/text.h"
 
@@ -30,6 +31,11 @@ class Reader {
       return 0;
     }
     return positive(key);
+  }
+  // 0 is allowed.
+  std::uint64_t whole(const char* key) {
+    const bool is_zero = has(key) && object_.at(key).is_number_unsigned() && object_.at(key) == 0;
+    return is_zero ? 0 : optional(key);
   }
   std::uint64_t optional(const char* key) { return has(key) ? positive(key) : 0; }
 
@@ -86,7 +92,7 @@ Result<TransformerShape> parse_gpt2(const Json& object, const std::string& name)
   return complete_shape(shape);
 }
 
-Result<TransformerShape> parse_llama(const Json& object, const std::string& name) {
+Result<TransformerShape> parse_llama(const Json& object, std::string_view kind, const std::string& name) {
   Reader reader(object, name);
   TransformerShape shape;
   shape.kind = TransformerKind::kLlama;
@@ -98,12 +104,37 @@ Result<TransformerShape> parse_llama(const Json& object, const std::string& name
   shape.positions = reader.optional("max_position_embeddings");
   shape.key_value_heads = reader.optional("num_key_value_heads");
   shape.head_dimension = reader.optional("head_dim");
-  shape.tied_embedding = reader.flag("tie_word_embeddings", false);
+  shape.tied_embedding = reader.flag("tie_word_embeddings", kind.starts_with("gemma"));
   shape.attention_bias = reader.flag("attention_bias", false);
   shape.feed_forward_bias = reader.flag("mlp_bias", false);
+  if (kind == "qwen2") shape.query_key_value_bias = true;
+  if (kind == "qwen3" || kind == "gemma3_text") shape.query_key_norm = true;
+  if (kind == "gemma2" || kind == "gemma3_text") shape.output_norms = true;
+  if (kind == "mixtral") {
+    shape.experts = {.count = reader.required("num_local_experts"),
+                     .active = reader.required("num_experts_per_tok"),
+                     .intermediate = shape.intermediate};
+  }
+  if (kind == "deepseek_v2" || kind == "deepseek_v3") {
+    shape.experts = {.count = reader.required("n_routed_experts"),
+                     .active = reader.required("num_experts_per_tok"),
+                     .shared = reader.optional("n_shared_experts"),
+                     .intermediate = reader.required("moe_intermediate_size"),
+                     .dense_layers = reader.whole("first_k_dense_replace")};
+    shape.latent = {.query_rank = reader.optional("q_lora_rank"),
+                    .key_value_rank = reader.required("kv_lora_rank"),
+                    .rotary_dimension = reader.required("qk_rope_head_dim"),
+                    .value_dimension = reader.required("v_head_dim")};
+    shape.head_dimension = reader.required("qk_nope_head_dim");
+  }
   FOREBAY_RETURN_IF_ERROR(reader.status());
   return complete_shape(shape);
 }
+
+// The kinds that parse_llama() reads.
+constexpr std::string_view kLlamaKinds[] = {"llama",   "mistral",     "qwen2",       "qwen3",
+                                            "gemma",   "gemma2",      "gemma3_text", "phi3",
+                                            "mixtral", "deepseek_v2", "deepseek_v3"};
 
 }  // namespace
 
@@ -124,9 +155,13 @@ Result<TransformerShape> parse_model_config(const std::string& text, const std::
   }
   const std::string type = object.at("model_type").get<std::string>();
   if (type == "gpt2") return parse_gpt2(object, name);
-  if (type == "llama") return parse_llama(object, name);
-  return Status(StatusCode::kUnsupported, name, " has \"model_type\": \"", shown_value(type),
-                "\"; gpt2 and llama can be read; give others as a number of parameters or by their shape");
+  std::string kinds;
+  for (const std::string_view kind : kLlamaKinds) {
+    if (type == kind) return parse_llama(object, kind, name);
+    kinds += ", " + std::string(kind);
+  }
+  return Status(StatusCode::kUnsupported, name, " has \"model_type\": \"", shown_value(type), "\"; gpt2",
+                kinds, " can be read; give others as a number of parameters or by their shape");
 }
 
 Result<TransformerShape> read_model_config(const std::string& path) {

@@ -12,6 +12,7 @@ namespace {
 constexpr std::uint64_t kLayerLimit = 100'000;
 constexpr std::uint64_t kWidthLimit = std::uint64_t{1} << 24;
 constexpr std::uint64_t kTableLimit = std::uint64_t{1} << 28;
+constexpr std::uint64_t kExpertLimit = 4096;
 
 constexpr int kDecay = 0;
 constexpr int kNoDecay = 1;
@@ -121,6 +122,34 @@ UnitShape gpt2_layer(const TransformerShape& shape, const ModelPart& part, std::
   return block.take();
 }
 
+void add_feed_forward(const std::string& name, std::uint64_t h, std::uint64_t inner, bool bias,
+                      UnitBuilder& block) {
+  block.by_columns(name + "gate_proj", h, inner, bias);
+  block.by_columns(name + "up_proj", h, inner, bias);
+  block.by_rows(name + "down_proj", inner, h, bias);
+}
+
+// The short vectors are whole on every rank, the heads partitioned.
+void add_latent_attention(const TransformerShape& shape, std::uint64_t ranks, UnitBuilder& block) {
+  const LatentAttention& latent = shape.latent;
+  const std::uint64_t h = shape.hidden;
+  const std::uint64_t heads = shape.heads / ranks;
+  const std::uint64_t queries = heads * (shape.head_dimension + latent.rotary_dimension);
+  const std::uint64_t values = heads * latent.value_dimension;
+  if (latent.query_rank == 0) {
+    block.by_columns("self_attn.q_proj", h, queries, false);
+  } else {
+    block.matrix("self_attn.q_a_proj", h, latent.query_rank);
+    block.vector("self_attn.q_a_layernorm.weight", latent.query_rank);
+    block.by_columns("self_attn.q_b_proj", latent.query_rank, queries, false);
+  }
+  block.matrix("self_attn.kv_a_proj_with_mqa", h, latent.key_value_rank + latent.rotary_dimension);
+  block.vector("self_attn.kv_a_layernorm.weight", latent.key_value_rank);
+  block.by_columns("self_attn.kv_b_proj", latent.key_value_rank, heads * shape.head_dimension + values,
+                   false);
+  block.by_rows("self_attn.o_proj", values, h, shape.attention_bias);
+}
+
 UnitShape llama_layer(const TransformerShape& shape, const ModelPart& part, std::uint64_t layer) {
   const std::uint64_t h = shape.hidden;
   const auto ranks = static_cast<std::uint64_t>(part.tensor_parallel);
@@ -130,14 +159,37 @@ UnitShape llama_layer(const TransformerShape& shape, const ModelPart& part, std:
   const std::string name = "layers." + std::to_string(layer);
   UnitBuilder block(name, "model." + name + ".", part);
   block.vector("input_layernorm.weight", h);
-  block.by_columns("self_attn.q_proj", h, queries, shape.attention_bias);
-  block.by_columns("self_attn.k_proj", h, keys, shape.attention_bias);
-  block.by_columns("self_attn.v_proj", h, keys, shape.attention_bias);
-  block.by_rows("self_attn.o_proj", queries, h, shape.attention_bias);
+  if (shape.latent.key_value_rank > 0) {
+    add_latent_attention(shape, ranks, block);
+  } else {
+    const bool bias = shape.attention_bias || shape.query_key_value_bias;
+    block.by_columns("self_attn.q_proj", h, queries, bias);
+    block.by_columns("self_attn.k_proj", h, keys, bias);
+    block.by_columns("self_attn.v_proj", h, keys, bias);
+    block.by_rows("self_attn.o_proj", queries, h, shape.attention_bias);
+  }
+  if (shape.query_key_norm) {
+    block.vector("self_attn.q_norm.weight", shape.head_dimension);
+    block.vector("self_attn.k_norm.weight", shape.head_dimension);
+  }
   block.vector("post_attention_layernorm.weight", h);
-  block.by_columns("mlp.gate_proj", h, inner, shape.feed_forward_bias);
-  block.by_columns("mlp.up_proj", h, inner, shape.feed_forward_bias);
-  block.by_rows("mlp.down_proj", inner, h, shape.feed_forward_bias);
+  if (shape.output_norms) {
+    block.vector("pre_feedforward_layernorm.weight", h);
+    block.vector("post_feedforward_layernorm.weight", h);
+  }
+  const bool bias = shape.feed_forward_bias;
+  if (layer < shape.experts.dense_layers || shape.experts.count == 0) {
+    add_feed_forward("mlp.", h, inner, bias, block);
+    return block.take();
+  }
+  const Experts& experts = shape.experts;
+  const std::uint64_t width = ceil_div(experts.intermediate, ranks);
+  block.matrix("mlp.gate", h, experts.count);
+  for (std::uint64_t i = 0; i < experts.count; ++i)
+    add_feed_forward("mlp.experts." + std::to_string(i) + ".", h, width, bias, block);
+  if (experts.shared > 0)
+    add_feed_forward("mlp.shared_experts.", h, ceil_div(experts.shared * experts.intermediate, ranks), bias,
+                     block);
   return block.take();
 }
 
@@ -199,7 +251,30 @@ Result<TransformerShape> complete_shape(TransformerShape shape) {
   }
   if (shape.intermediate == 0 && gpt2) shape.intermediate = 4 * shape.hidden;
   FOREBAY_RETURN_IF_ERROR(check_range("intermediate", shape.intermediate, 4 * kWidthLimit));
+  const Experts& experts = shape.experts;
+  if (experts.count > 0) {
+    FOREBAY_RETURN_IF_ERROR(check_range("experts", experts.count, kExpertLimit));
+    FOREBAY_RETURN_IF_ERROR(check_range("active experts", experts.active, experts.count));
+    FOREBAY_RETURN_IF_ERROR(check_range("intermediate of an expert", experts.intermediate, kWidthLimit));
+    if (experts.shared > 0)
+      FOREBAY_RETURN_IF_ERROR(check_range("shared experts", experts.shared, kExpertLimit));
+  }
+  const LatentAttention& latent = shape.latent;
+  if (latent.key_value_rank > 0) {
+    FOREBAY_RETURN_IF_ERROR(check_range("kv_lora_rank", latent.key_value_rank, kWidthLimit));
+    FOREBAY_RETURN_IF_ERROR(
+        check_range("qk_rope_head_dim", latent.rotary_dimension, kWidthLimit / shape.heads));
+    FOREBAY_RETURN_IF_ERROR(check_range("v_head_dim", latent.value_dimension, kWidthLimit / shape.heads));
+    if (latent.query_rank > 0)
+      FOREBAY_RETURN_IF_ERROR(check_range("q_lora_rank", latent.query_rank, kWidthLimit));
+  }
   return shape;
+}
+
+std::uint64_t active_intermediate(const TransformerShape& shape) {
+  const Experts& experts = shape.experts;
+  if (experts.count == 0) return shape.intermediate;
+  return (experts.active + experts.shared) * experts.intermediate;
 }
 
 LayerRange stage_layers(std::uint64_t layers, const ModelPart& part) {
@@ -250,7 +325,8 @@ Result<std::uint64_t> estimate_activation_bytes(const TransformerShape& shape,
     score_elements = 2;  // Softmax, before and after dropout.
     score_mask_bytes = 1;
   } else {
-    elements = 4 * h + 2 * full.head_dimension * (full.heads + full.key_value_heads) + 3 * full.intermediate;
+    elements =
+        4 * h + 2 * full.head_dimension * (full.heads + full.key_value_heads) + 3 * active_intermediate(full);
     mask_bytes = 0;
     score_elements = 1;
     score_mask_bytes = 0;

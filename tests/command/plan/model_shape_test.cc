@@ -149,6 +149,48 @@ TEST(ModelConfig, CountsBiasesGroupedHeadsAndATiedEmbedding) {
   EXPECT_EQ(model.units[1].parameters[1].name, "model.layers.0.self_attn.q_proj.weight");
 }
 
+// Parameters as the models' cards and checkpoints have them.
+TEST(ModelConfig, CountsTheParametersOfKnownModels) {
+  struct Known {
+    const char* config;
+    std::uint64_t parameters;
+  };
+  const Known models[] = {
+      {R"("model_type": "mistral", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+          "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 32000)",
+       7'241'732'096},
+      {R"("model_type": "mixtral", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+          "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 32000, "num_local_experts": 8,
+          "num_experts_per_tok": 2)",
+       46'702'792'704},
+      {R"("model_type": "qwen2", "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28,
+          "num_key_value_heads": 4, "intermediate_size": 18944, "vocab_size": 152064)",
+       7'615'616'512},
+      {R"("model_type": "qwen3", "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32,
+          "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 12288, "vocab_size": 151936)",
+       8'190'735'360},
+      {R"("model_type": "gemma", "hidden_size": 2048, "num_hidden_layers": 18, "num_attention_heads": 8,
+          "num_key_value_heads": 1, "head_dim": 256, "intermediate_size": 16384, "vocab_size": 256000)",
+       2'506'172'416},
+      {R"("model_type": "gemma2", "hidden_size": 2304, "num_hidden_layers": 26, "num_attention_heads": 8,
+          "num_key_value_heads": 4, "head_dim": 256, "intermediate_size": 9216, "vocab_size": 256000)",
+       2'614'341'888},
+      {R"("model_type": "phi3", "hidden_size": 3072, "num_hidden_layers": 32, "num_attention_heads": 32,
+          "num_key_value_heads": 32, "intermediate_size": 8192, "vocab_size": 32064)",
+       3'821'079'552},
+      {R"("model_type": "deepseek_v2", "hidden_size": 2048, "num_hidden_layers": 27, "num_attention_heads": 16,
+          "num_key_value_heads": 16, "intermediate_size": 10944, "vocab_size": 102400, "n_routed_experts": 64,
+          "num_experts_per_tok": 6, "n_shared_experts": 2, "moe_intermediate_size": 1408,
+          "first_k_dense_replace": 1, "q_lora_rank": null, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
+          "qk_nope_head_dim": 128, "v_head_dim": 128)",
+       15'706'484'224}};
+  for (const Known& model : models) {
+    const std::string text = std::string("{") + model.config + "}";
+    const TransformerShape shape = parse_model_config(text, "config").value();
+    EXPECT_EQ(make_model_shape(shape).value().parameter_count(), model.parameters) << text;
+  }
+}
+
 // --- refusals ---
 
 struct BadConfig {

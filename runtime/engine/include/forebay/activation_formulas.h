@@ -88,15 +88,4 @@ struct ActivationFormulas {
 // Errors: kInvalidArgument for a number that is 0, and where a figure is larger than 2^62 bytes.
 Result<ActivationFormulas> activation_formulas(const TransformerBlocks& blocks);
 
-// A printed figure of the ZeRO paper, and the bytes that its formula gives.
-struct PrintedFigure {
-  std::string what;       // "1.5B parameters, batch 32: all activations"
-  std::string where;      // "section 3.2"
-  double printed_gb = 0;  // 1e9 bytes.
-  std::uint64_t bytes = 0;
-  bool agrees() const;  // Whether both are the same to the last printed digit.
-};
-
-std::vector<PrintedFigure> printed_activation_figures();
-
 }  // namespace forebay

@@ -17,6 +17,25 @@ enum class TransformerKind : std::uint8_t {
   kLlama,  // Rotary positions, RMSNorm, grouped-query attention, SwiGLU, biases only where the shape says so.
 };
 
+// A mixture of experts in place of the feed-forward part. Each is a feed-forward part of `intermediate`, and
+// a token passes through `active` of them and through the shared ones.
+struct Experts {
+  std::uint64_t count = 0;
+  std::uint64_t active = 0;
+  std::uint64_t shared = 0;
+  std::uint64_t intermediate = 0;
+  std::uint64_t dense_layers = 0;  // The first ones, which have a feed-forward part of the shape's width.
+};
+
+// Attention of which queries, keys and values come from short vectors.
+// Source: DeepSeek-AI, arXiv 2405.04434, section 2.1.
+struct LatentAttention {
+  std::uint64_t query_rank = 0;  // 0: queries come from the hidden state.
+  std::uint64_t key_value_rank = 0;
+  std::uint64_t rotary_dimension = 0;  // Of a head, besides head_dimension.
+  std::uint64_t value_dimension = 0;   // Of a head.
+};
+
 // The numbers of a transformer. 0 stands for the default in the comment of the field.
 struct TransformerShape {
   TransformerKind kind = TransformerKind::kGpt2;
@@ -31,7 +50,16 @@ struct TransformerShape {
   bool tied_embedding = true;         // The output projection is the embedding's matrix.
   bool attention_bias = false;        // Llama; GPT-2 always has biases.
   bool feed_forward_bias = false;     // Llama; GPT-2 always has biases.
+  // The kinds that are Llama's but for these.
+  bool query_key_value_bias = false;  // Qwen 2: biases there and not after attention.
+  bool query_key_norm = false;        // Qwen 3, Gemma 3.
+  bool output_norms = false;          // Gemma 2 and 3: norms behind attention and feed-forward part too.
+  Experts experts;                    // Mixtral, DeepSeek. count 0: none.
+  LatentAttention latent;             // DeepSeek 2 and 3. key_value_rank 0: attention is Llama's.
 };
+
+// The width of the feed-forward part that a token passes through: all of it, or that of its experts.
+std::uint64_t active_intermediate(const TransformerShape& shape);
 
 // Fills in the defaults and checks that the numbers fit each other.
 //
