@@ -3,6 +3,7 @@
 #include <map>
 #include <numeric>
 #include <string>
+#include <tuple>
 #include <utility>
 
 #include "collectives/arguments.h"
@@ -27,6 +28,7 @@ struct World {
   std::deque<SimulatedCommunicator::SplitRule> rules;
   Status failure;
   std::deque<OperationRecord> records;  // The last kRecordCount operations.
+  std::uint64_t communicators = 0;
 };
 
 class Simulated final : public SimulatedCommunicator {
@@ -35,7 +37,8 @@ class Simulated final : public SimulatedCommunicator {
       : world_(std::move(world)),
         rank_(rank),
         members_(std::move(members)),
-        times_(world_->options, members_, rank) {}
+        times_(world_->options, members_, rank),
+        number_(world_->communicators++) {}
 
   int rank() const noexcept override { return rank_; }
   int size() const noexcept override { return static_cast<int>(members_.size()); }
@@ -184,11 +187,41 @@ class Simulated final : public SimulatedCommunicator {
     FOREBAY_RETURN_IF_ERROR(
         internal::check_peer(sends ? "send" : "recv", address, bytes, peer, rank_, size()));
     note(internal::issued_message(operation, bytes, peer, tag));
-    FOREBAY_RETURN_IF_ERROR(queue(times_.message(sends ? "send" : "recv", bytes, peer), stream));
+    if (world_->options.mail != nullptr) {
+      FOREBAY_RETURN_IF_ERROR(deliver(sends, bytes, peer, tag, stream));
+    } else {
+      FOREBAY_RETURN_IF_ERROR(queue(times_.message(sends ? "send" : "recv", bytes, peer), stream));
+    }
     Account& account = accounts_[operation];
     ++account.count;
     (sends ? account.messages[peer].sent_bytes : account.messages[peer].received_bytes) += bytes;
     return {};
+  }
+
+  // The link's time is the sender's; the receiver waits for its end.
+  Status deliver(bool sends, std::size_t bytes, int peer, std::uint32_t tag, Stream stream) {
+    const int from = members_[static_cast<std::size_t>(sends ? rank_ : peer)];
+    const int to = members_[static_cast<std::size_t>(sends ? peer : rank_)];
+    const std::uint64_t sequence = messages_[{sends, peer, tag}]++;
+    std::string name;
+    for (const std::uint64_t part :
+         {number_, static_cast<std::uint64_t>(from), static_cast<std::uint64_t>(to),
+          static_cast<std::uint64_t>(tag), sequence})
+      name += std::to_string(part) + ".";
+    std::shared_ptr<ModelSignal> signal = world_->options.mail->message(name);
+    if (!sends) return world_->backend.wait_for(std::move(signal), "recv", stream);
+    FOREBAY_RETURN_IF_ERROR(queue(times_.message("send", bytes, peer), stream));
+    auto argument = std::make_unique<std::shared_ptr<ModelSignal>>(std::move(signal));
+    const Status queued = world_->backend.call_host(
+        stream,
+        [](void* given) {
+          const std::unique_ptr<std::shared_ptr<ModelSignal>> sent(
+              static_cast<std::shared_ptr<ModelSignal>*>(given));
+          (*sent)->announce();
+        },
+        argument.get());
+    if (queued.ok()) argument.release();
+    return queued;
   }
 
   void count(Operation operation, std::uint64_t bytes_to_each) {
@@ -211,7 +244,10 @@ class Simulated final : public SimulatedCommunicator {
   const int rank_;
   const std::vector<int> members_;  // The world's numbers.
   const LinkTimes times_;
+  const std::uint64_t
+      number_;  // This communicator among those of its world; the same on ranks that split alike.
   std::uint64_t sequence_ = 0;
+  std::map<std::tuple<bool, int, std::uint32_t>, std::uint64_t> messages_;  // Sent and received so far.
   std::map<Operation, Account> accounts_;
 };
 
@@ -225,8 +261,10 @@ Status check_level(const SimulatedLevel& level, int smaller) {
     return refuse(name + " has " + std::to_string(level.ranks) + " ranks; use a multiple of the " +
                   std::to_string(smaller) + " of the level before");
   }
-  const std::pair<const char*, double> figures[] = {{"latency_seconds", level.latency_seconds},
-                                                    {"message_seconds", level.message_seconds}};
+  const std::pair<const char*, double> figures[] = {
+      {"latency_seconds", level.latency_seconds},
+      {"message_seconds", level.message_seconds},
+      {"processor_seconds_per_byte", level.processor_seconds_per_byte}};
   for (const auto& [figure, value] : figures) {
     if (!(value >= 0))
       return refuse(name + " has " + figure + " " + std::to_string(value) + "; use 0 or more");
@@ -242,6 +280,20 @@ Status check_level(const SimulatedLevel& level, int smaller) {
 
 }  // namespace
 
+std::shared_ptr<ModelSignal> SimulatedMail::message(const std::string& name) {
+  const std::lock_guard lock(mutex_);
+  const auto [place, is_new] = messages_.try_emplace(name, nullptr);
+  if (is_new) place->second = std::make_shared<ModelSignal>(clock_);
+  if (abandoned_) place->second->announce();
+  return place->second;
+}
+
+void SimulatedMail::abandon() {
+  const std::lock_guard lock(mutex_);
+  abandoned_ = true;
+  for (const auto& [name, signal] : messages_) signal->announce();
+}
+
 Result<std::unique_ptr<SimulatedCommunicator>> SimulatedCommunicator::create(const SimulatedOptions& options,
                                                                              ModelBackend& backend,
                                                                              Kernels& kernels) {
@@ -251,8 +303,10 @@ Result<std::unique_ptr<SimulatedCommunicator>> SimulatedCommunicator::create(con
   }
   if (backend.timing() == nullptr) return refuse("nothing takes time on the backend; give it a timing");
   constexpr std::size_t kLevelsMax = std::tuple_size_v<decltype(ModelWork::parts)>;
-  if (options.levels.size() > kLevelsMax)
-    return refuse(std::to_string(options.levels.size()) + " levels; use at most " +
+  std::size_t parts = options.levels.size();
+  for (const SimulatedLevel& level : options.levels) parts += level.processor_seconds_per_byte > 0 ? 1 : 0;
+  if (parts > kLevelsMax)
+    return refuse(std::to_string(parts) + " levels, counting those that use processors twice; use at most " +
                   std::to_string(kLevelsMax));
   int smaller = 1;
   for (const SimulatedLevel& level : options.levels) {
@@ -265,7 +319,7 @@ Result<std::unique_ptr<SimulatedCommunicator>> SimulatedCommunicator::create(con
   }
   std::vector<int> members(static_cast<std::size_t>(options.size));
   std::iota(members.begin(), members.end(), 0);
-  auto world = std::make_shared<World>(World{options, backend, kernels, {}, {}, {}});
+  auto world = std::make_shared<World>(World{options, backend, kernels, {}, {}, {}, 0});
   return std::unique_ptr<SimulatedCommunicator>(
       std::make_unique<Simulated>(std::move(world), options.rank, std::move(members)));
 }

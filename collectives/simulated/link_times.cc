@@ -31,6 +31,11 @@ LinkTimes::LinkTimes(const SimulatedOptions& options, const std::vector<int>& me
   }
 }
 
+void LinkTimes::add_processor(ModelWork& work, const SimulatedLevel& link, double bytes) const {
+  if (link.processor_seconds_per_byte > 0)
+    work.add(options_.processor_resource, bytes * link.processor_seconds_per_byte);
+}
+
 ModelWork LinkTimes::direct(const char* name, std::uint64_t bytes) const {
   ModelWork work{.name = name};
   for (std::size_t l = 0; l < levels_.size(); ++l) {
@@ -40,6 +45,7 @@ ModelWork LinkTimes::direct(const char* name, std::uint64_t bytes) const {
     work.delay_seconds = std::max(work.delay_seconds, link.latency_seconds);
     const auto peers = static_cast<double>(level.peers);
     work.add(link.resource, peers * (static_cast<double>(bytes) / level.share + link.message_seconds));
+    add_processor(work, link, peers * static_cast<double>(bytes));
   }
   return work;
 }
@@ -54,6 +60,7 @@ ModelWork LinkTimes::gather(const char* name, std::uint64_t bytes) const {
     work.delay_seconds += static_cast<double>(level.hops) * link.latency_seconds;
     const double entering = static_cast<double>(level.outside) * static_cast<double>(bytes);
     work.add(link.resource, entering / (static_cast<double>(level.inside) * level.share));
+    add_processor(work, link, entering);
   }
   return work;
 }
@@ -68,6 +75,7 @@ ModelWork LinkTimes::message(const char* name, std::uint64_t bytes, int peer) co
     if (mine == other) break;
     work.delay_seconds = link.latency_seconds;
     work.add(link.resource, static_cast<double>(bytes) / levels_[l].share + link.message_seconds);
+    add_processor(work, link, static_cast<double>(bytes));
     break;
   }
   return work;

@@ -22,6 +22,9 @@ class LinkTimes {
   ModelWork control(const char* name, std::uint64_t bytes) const;
 
  private:
+  // Carrying `bytes` over the link takes processors too.
+  void add_processor(ModelWork& work, const SimulatedLevel& link, double bytes) const;
+
   struct Level {
     double share = 0;           // Bytes per second of this rank.
     std::uint64_t peers = 0;    // Ranks for which this is the innermost common level.

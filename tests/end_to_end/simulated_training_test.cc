@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <nlohmann/json.hpp>
 #include <string>
 
@@ -78,6 +79,41 @@ TEST(SimulatedTraining, HoldsAndSendsTheBytesOfARunInGroups) {
   expect_same({"--ranks", "4", "--stage", "2", "--order", "group:2"});
   SCOPED_TRACE("sharded within a group");
   expect_same({"--ranks", "4", "--stage", "3", "--order", "group:2", "--shard-within", "group"});
+}
+
+TEST(SimulatedTraining, HoldsTheBytesOfPipelineStages) {
+  for (const std::string stage : {"0", "2", "3"}) {
+    for (const std::string stages : {"2", "5"}) {
+      SCOPED_TRACE("ZeRO stage " + stage + ", pipeline stages " + stages);
+      const Words words = {
+          "--ranks", std::to_string(2 * std::stoi(stages)), "--stage", stage, "--pipeline-parallel", stages};
+      const auto run = train(kShape + kRun + words);
+      const Json simulated = simulation_of(kShape + words + Words{"--activation-bytes", "1MiB"});
+      const gpt::RankReport& rank = run.ranks.at(2 * simulated.at("pipeline_stage").get<std::size_t>());
+      const Json& memory = simulated.at("memory");
+      EXPECT_EQ(memory.at("parameters"), rank.peak_bytes.parameters);
+      EXPECT_EQ(memory.at("gradients"), rank.peak_bytes.gradients);
+      EXPECT_EQ(memory.at("optimizer"), rank.peak_bytes.optimizer);
+      EXPECT_EQ(memory.at("gathered"), rank.peak_bytes.gathered);
+      EXPECT_EQ(memory.at("buckets"), rank.peak_bytes.buckets);
+      EXPECT_EQ(simulated.at("sent_bytes_per_step").get<double>(), rank.sent_bytes_per_step);
+    }
+  }
+}
+
+TEST(SimulatedTraining, HoldsTheBytesOfSavedActivations) {
+  Words shape = kShape;
+  *std::find(shape.begin(), shape.end(), "bf16") = "fp32";  // forebay-gpt saves fp32 at any type.
+  for (const std::string activations : {"keep", "partition", "partition+cpu"}) {
+    SCOPED_TRACE(activations);
+    const Words words = {"--ranks",     "4",     "--stage",       "1",        "--tensor-parallel", "2",
+                         "--recompute", "block", "--activations", activations};
+    const gpt::RankReport run = train(shape + kRun + words).ranks.at(0);
+    const Json simulated = simulation_of(
+        shape + words + Words{"--activation-bytes", std::to_string(run.peak_bytes.activations)});
+    EXPECT_EQ(simulated.at("memory").at("activations"), run.peak_bytes.activations);
+    EXPECT_EQ(simulated.at("memory").at("host"), run.host_bytes + run.saved_host_bytes);
+  }
 }
 
 TEST(SimulatedTraining, HoldsTheBytesOfTensorParallelRanks) {

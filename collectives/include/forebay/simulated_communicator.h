@@ -14,7 +14,9 @@
 
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
@@ -34,15 +36,38 @@ struct SimulatedLevel {
   double latency_seconds = 0;   // One hop.
   double message_seconds = 0;   // Each message, while others wait behind it.
   int resource = 0;             // On the model backend: the share of the link that this rank has.
+  // Time on SimulatedOptions::processor_resource for each byte that the rank receives.
+  double processor_seconds_per_byte = 0;
 };
 
 enum class GatherAlgorithm : std::uint8_t { kRing, kDirect };
+
+// Messages between ranks that threads of this process simulate at the same time, each on a backend of its
+// own, on one virtual clock. A receive ends when the send has ended. Threads: any.
+class SimulatedMail {
+ public:
+  // Requires: `clock` outlives this and the signals.
+  explicit SimulatedMail(HostClock& clock) : clock_(clock) {}
+
+  // The arrival of the message of that name; the same for the sender and the receiver.
+  std::shared_ptr<ModelSignal> message(const std::string& name);
+  // A rank ended early: all messages count as arrived, so that nobody waits for it.
+  void abandon();
+
+ private:
+  HostClock& clock_;
+  std::mutex mutex_;
+  bool abandoned_ = false;
+  std::map<std::string, std::shared_ptr<ModelSignal>> messages_;
+};
 
 struct SimulatedOptions {
   int rank = 0;
   int size = 1;
   std::vector<SimulatedLevel> levels;  // From the innermost; the last one has all ranks. At most 4.
   GatherAlgorithm gather = GatherAlgorithm::kRing;
+  std::shared_ptr<SimulatedMail> mail;  // Null: sends and receives take the time of the links alone.
+  int processor_resource = 0;           // That carries the bytes of levels with processor_seconds_per_byte.
   double control_seconds =
       20e-6;  // One hop of a control operation; a collective one takes 2 log2(size) hops.
 };

@@ -28,7 +28,8 @@ struct CompareArguments {
   std::int64_t global_batch = 0;  // 0: one sequence for each rank.
   std::string dtype;
   std::string memory;
-  std::vector<int> stages, tensor_parallel;
+  std::vector<int> stages, tensor_parallel, pipeline_parallel;
+  std::vector<std::string> activations;
   std::vector<std::uint64_t> batches;
   std::vector<std::string> recompute;
   std::string objective = "time";
@@ -44,12 +45,26 @@ Status read_choices(const CompareArguments& arguments, ComparisonRequest* reques
   choices = default_choices(request->base, request->global_batch);
   if (!arguments.stages.empty()) choices.stages = arguments.stages;
   if (!arguments.tensor_parallel.empty()) choices.tensor_parallel = arguments.tensor_parallel;
+  if (!arguments.pipeline_parallel.empty()) choices.pipeline_parallel = arguments.pipeline_parallel;
+  if (!arguments.activations.empty()) choices.activations.clear();
+  for (const std::string& word : arguments.activations) {
+    const std::optional<ActivationChoice> choice = parse_activations(word);
+    if (!choice || choice->placement == ActivationPlacement::kAuto)
+      return refuse("--activations is '" + word + "'; use keep, partition, partition+cpu or partition+nvme");
+    choices.activations.push_back(*choice);
+  }
   if (!arguments.batches.empty()) choices.batches = arguments.batches;
   for (const int stage : choices.stages) {
     if (stage < 0 || stage > 3) return refuse("--stage is " + std::to_string(stage) + "; use 0 to 3");
   }
   for (const int tensor : choices.tensor_parallel) {
     if (tensor < 1) return refuse("--tensor-parallel is " + std::to_string(tensor) + "; use 1 or more");
+  }
+  for (const int pipeline : choices.pipeline_parallel) {
+    if (pipeline < 1 || static_cast<std::uint64_t>(pipeline) > request->base.shape.layers) {
+      return refuse("--pipeline-parallel is " + std::to_string(pipeline) + "; use 1 to the model's " +
+                    std::to_string(request->base.shape.layers) + " layers");
+    }
   }
   if (arguments.recompute.empty()) return {};
   choices.recompute.clear();
@@ -164,6 +179,9 @@ void add_compare_command(CLI::App& app, Action& action) {
   };
   list("--stage", a.stages, "N,...", "ZeRO stages to try; without it all");
   list("--tensor-parallel", a.tensor_parallel, "N,...", "Without it: powers of two within a host");
+  list("--pipeline-parallel", a.pipeline_parallel, "N,...", "Without it: 1");
+  list("--activations", a.activations, "keep|partition|...",
+       "Where inputs of recomputed layers wait, as for forebay simulate; without it keep");
   list("--micro-batch", a.batches, "N,...", "Sequences of a micro-step; without it powers of two to 32");
   list("--recompute", a.recompute, "none|block|every:K,...", "Without it: none and block");
   add_value(*command, "--objective", a.objective, "time|memory|cost", "The order of the settings")

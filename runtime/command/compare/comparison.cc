@@ -25,66 +25,69 @@ std::vector<SimulationRequest> combinations(const ComparisonRequest& request) {
   SimulationRequest one = request.base;
   for (const int stage : c.stages)
     for (const int tensor : c.tensor_parallel)
-      for (const Offload offload : c.offloads)
-        for (const Tier tier : c.tiers)
-          for (const double fraction : c.fractions)
-            for (const int recompute : c.recompute)
-              for (const std::uint64_t batch : c.batches)
-                for (const std::uint64_t bucket : c.buckets)
-                  for (const int group : c.groups) {
-                    const bool offloads = offload != Offload::kNone;
-                    if (!offloads && (tier != c.tiers.front() || fraction != c.fractions.front())) continue;
-                    if (offload == Offload::kOptimizerAndParameters && stage < 3) continue;
-                    if (one.ranks % tensor != 0) continue;
-                    const int data = one.ranks / tensor;
-                    if (group > 1 && (data % group != 0 || group >= data)) continue;
-                    const std::uint64_t samples = static_cast<std::uint64_t>(data) * batch;
-                    if (request.global_batch % samples != 0) continue;
-                    one.options.stage = stage;
-                    one.options.offload = offload;
-                    one.options.tier = offloads ? tier : Tier::kPinned;
-                    one.options.offload_fraction = offloads ? fraction : 1.0;
-                    // Too many are refused with the plan's words.
-                    one.options.micro_steps = static_cast<int>(std::min<std::uint64_t>(
-                        request.global_batch / samples, std::numeric_limits<int>::max()));
-                    one.options.bucket_bytes = bucket;
-                    one.options.group = group;
-                    one.tensor_parallel = tensor;
-                    one.recompute_every = recompute;
-                    one.batch = batch;
-                    all.push_back(one);
-                  }
+      for (const int pipeline : c.pipeline_parallel)
+        for (const ActivationChoice& activations : c.activations)
+          for (const Offload offload : c.offloads)
+            for (const Tier tier : c.tiers)
+              for (const double fraction : c.fractions)
+                for (const int recompute : c.recompute)
+                  for (const std::uint64_t batch : c.batches)
+                    for (const std::uint64_t bucket : c.buckets)
+                      for (const int group : c.groups) {
+                        const bool offloads = offload != Offload::kNone;
+                        if (!offloads && (tier != c.tiers.front() || fraction != c.fractions.front()))
+                          continue;
+                        if (offload == Offload::kOptimizerAndParameters && stage < 3) continue;
+                        if (recompute == 0 && activations.placement != ActivationPlacement::kKeep) continue;
+                        if (one.ranks % (tensor * pipeline) != 0) continue;
+                        const int data = one.ranks / (tensor * pipeline);
+                        if (group > 1 && (data % group != 0 || group >= data)) continue;
+                        const std::uint64_t samples = static_cast<std::uint64_t>(data) * batch;
+                        if (request.global_batch % samples != 0) continue;
+                        one.options.stage = stage;
+                        one.options.offload = offload;
+                        one.options.tier = offloads ? tier : Tier::kPinned;
+                        one.options.offload_fraction = offloads ? fraction : 1.0;
+                        // Too many are refused with the plan's words.
+                        one.options.micro_steps = static_cast<int>(std::min<std::uint64_t>(
+                            request.global_batch / samples, std::numeric_limits<int>::max()));
+                        one.options.bucket_bytes = bucket;
+                        one.options.group = group;
+                        one.part = {.tensor_parallel = tensor, .pipeline_parallel = pipeline};
+                        one.activations = activations.placement;
+                        one.activation_tier = activations.tier;
+                        one.recompute_every = recompute;
+                        one.batch = batch;
+                        all.push_back(one);
+                      }
   return all;
 }
 
-// The bytes of the plan. Errors: a combination that the engine does not have.
+// The bytes of the plan of the pipeline stage that needs most. Errors: a combination that the engine does not
+// have.
 Status plan_setting(Setting& setting) {
   const SimulationRequest& request = setting.request;
-  const ModelPart part{.tensor_parallel = request.tensor_parallel};
-  FOREBAY_ASSIGN_OR_RETURN(ModelShape model, make_model_shape(request.shape, part));
-  FOREBAY_ASSIGN_OR_RETURN(const ActivationReport activations,
-                           make_activation_report({.shape = request.shape,
-                                                   .batch = request.batch,
-                                                   .sequence = request.sequence,
-                                                   .dtype = request.options.dtype,
-                                                   .part = part,
-                                                   .micro_steps = request.options.micro_steps,
-                                                   .recompute_every = request.recompute_every,
-                                                   .fused_attention = request.fused_attention,
-                                                   .placement = request.activations}));
-  model.activation_bytes = activations.device_bytes();
+  const int parts = request.part.tensor_parallel * request.part.pipeline_parallel;
   PlanOptions options;
   static_cast<ShardingOptions&>(options) = request.options;
-  options.ranks = request.ranks / request.tensor_parallel;
-  if (request.tensor_parallel > 1) options.deciding_ranks = request.ranks;
-  FOREBAY_ASSIGN_OR_RETURN(const Plan plan, make_plan(model, options));
+  options.ranks = request.ranks / parts;
+  if (parts > 1) options.deciding_ranks = request.ranks;
+  FOREBAY_ASSIGN_OR_RETURN(const std::vector<ActivationReport> stages, activations_of_stages(request));
+  for (const ActivationReport& stage : stages) {
+    const ModelPart& part = stage.request.part;
+    FOREBAY_ASSIGN_OR_RETURN(ModelShape model, make_model_shape(request.shape, part));
+    model.activation_bytes = stage.device_bytes();
+    options.forwards_ahead = part.pipeline_parallel - 1 - part.pipeline_stage;
+    FOREBAY_ASSIGN_OR_RETURN(const Plan plan, make_plan(model, options));
+    setting.device_bytes = std::max(setting.device_bytes, plan.reserved_bytes);
+    const std::uint64_t saved = stage.plan ? stage.plan->host_bytes() : 0;
+    setting.host_bytes = std::max(setting.host_bytes, plan.host_bytes.total() + saved);
+  }
   const ClusterDescription& cluster = request.cluster;
   const std::uint64_t device = cluster.device.memory_bytes;
   const std::uint64_t given =
       request.options.memory_bytes != 0 ? std::min(request.options.memory_bytes, device) : device;
-  setting.device_bytes = plan.reserved_bytes;
   setting.device_limit = given - std::min(given, request.options.room_bytes);
-  setting.host_bytes = plan.host_bytes.total();
   setting.host_limit = cluster.host_memory_bytes / static_cast<std::uint64_t>(cluster.host_ranks);
   return {};
 }
@@ -139,6 +142,8 @@ ComparisonChoices default_choices(const SimulationRequest& base, std::uint64_t g
   for (int tensor = 1; tensor <= std::min(base.cluster.host_ranks, base.ranks); tensor *= 2) {
     if (base.shape.heads % static_cast<std::uint64_t>(tensor) == 0) choices.tensor_parallel.push_back(tensor);
   }
+  choices.pipeline_parallel = {1};
+  choices.activations = {ActivationChoice{}};
   for (std::uint64_t batch = 1; batch <= std::min(kBatchMost, global_batch); batch *= 2)
     choices.batches.push_back(batch);
   choices.buckets = {16u << 20, 64u << 20};
@@ -225,7 +230,10 @@ std::string setting_text(const Setting& setting) {
     if (o.offload_fraction < 1) text += format_text(" by %g", o.offload_fraction);
   }
   if (r.recompute_every > 0) text += ", recompute " + recompute_name(r.recompute_every);
-  if (r.tensor_parallel > 1) text += ", tensor-parallel " + std::to_string(r.tensor_parallel);
+  if (r.activations != ActivationPlacement::kKeep)
+    text += ", activations " + activations_name(r.activations, r.activation_tier);
+  if (r.part.tensor_parallel > 1) text += ", tensor-parallel " + std::to_string(r.part.tensor_parallel);
+  if (r.part.pipeline_parallel > 1) text += ", pipeline-parallel " + std::to_string(r.part.pipeline_parallel);
   if (o.group > 1) text += ", order group:" + std::to_string(o.group);
   text += ", batch " + std::to_string(r.batch) + " x " + std::to_string(o.micro_steps);
   return text + ", bucket " + option_text(o, "bucket");
@@ -243,7 +251,11 @@ std::string setting_options(const Setting& setting) {
     if (o.offload_fraction < 1) text += format_text(" --offload-fraction %g", o.offload_fraction);
   }
   if (r.recompute_every > 0) text += " --recompute " + recompute_name(r.recompute_every);
-  if (r.tensor_parallel > 1) text += " --tensor-parallel " + std::to_string(r.tensor_parallel);
+  if (r.activations != ActivationPlacement::kKeep)
+    text += " --activations " + activations_name(r.activations, r.activation_tier);
+  if (r.part.tensor_parallel > 1) text += " --tensor-parallel " + std::to_string(r.part.tensor_parallel);
+  if (r.part.pipeline_parallel > 1)
+    text += " --pipeline-parallel " + std::to_string(r.part.pipeline_parallel);
   if (o.group > 1) text += " --order group:" + std::to_string(o.group);
   return text;
 }

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "forebay/activation_plan.h"
 #include "forebay/sharding_options.h"
 #include "runtime/command/simulate/simulation.h"
 
@@ -23,7 +24,9 @@ struct ComparisonChoices {
   std::vector<double> fractions;
   std::vector<int> recompute;
   std::vector<int> tensor_parallel;
-  std::vector<std::uint64_t> batches;  // Sequences of a micro-step.
+  std::vector<int> pipeline_parallel;
+  std::vector<ActivationChoice> activations;  // Of recomputed layers.
+  std::vector<std::uint64_t> batches;         // Sequences of a micro-step.
   std::vector<std::uint64_t> buckets;
   std::vector<int> groups;  // All-reduce groups; 1: none.
 };

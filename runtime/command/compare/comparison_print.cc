@@ -63,7 +63,9 @@ nlohmann::ordered_json json_of(const Setting& setting, const ComparisonText& tex
   json["tier"] = tier_name(r.options.tier);
   json["fraction"] = r.options.offload_fraction;
   json["recompute"] = recompute_name(r.recompute_every);
-  json["tensor_parallel"] = r.tensor_parallel;
+  json["tensor_parallel"] = r.part.tensor_parallel;
+  json["pipeline_parallel"] = r.part.pipeline_parallel;
+  json["activations"] = activations_name(r.activations, r.activation_tier);
   json["group"] = r.options.group;
   json["batch"] = r.batch;
   json["micro_steps"] = r.options.micro_steps;

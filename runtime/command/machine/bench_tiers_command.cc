@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <charconv>
+#include <filesystem>
 #include <memory>
 #include <optional>
 #include <string>
@@ -12,9 +13,11 @@
 #include "runtime/command/command_line.h"
 #include "runtime/command/host_limits.h"
 #include "runtime/command/machine/bench_tiers_print.h"
+#include "runtime/command/machine/machine_description.h"
 #include "runtime/command/machine/offload_choice.h"
 #include "runtime/command/machine/tier_measurement.h"
 #include "runtime/command/plan/model_arguments.h"
+#include "runtime/command/run/output_file.h"
 #include "runtime/command/terminal_line.h"
 
 namespace forebay {
@@ -29,6 +32,9 @@ struct BenchArguments {
   std::string bytes = "256MiB";
   double seconds = 12;
   bool json = false;
+  std::string save;
+  std::vector<std::string> runs;
+  std::string link = "shm";
 
   ModelArguments model;
   std::int64_t ranks = 1;
@@ -87,6 +93,7 @@ Result<std::optional<BenchedModel>> read_benched_model(const BenchArguments& arg
   const bool has_model = arguments.model.has_config() || arguments.model.has_shape();
   if (!has_model) {
     for (const CLI::Option* option : arguments.plan_options) {
+      if (option->get_name() == "--ranks" && !arguments.save.empty()) continue;
       if (option->count() > 0) {
         return refuse(option->get_name() +
                       " says how a model would run, and none was given; add its shape (--layers --hidden "
@@ -145,9 +152,59 @@ Status check_something_fits(const ModelShape& shape, const BenchedModel& model) 
 constexpr double kCopyPart = 0.15;
 constexpr double kHostPart = 0.2;
 constexpr double kFilePart = 0.65;
+// With --save, in addition.
+constexpr double kRankPart = 0.5;
 
 std::chrono::nanoseconds part_of(double seconds, double part) {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::duration<double>(seconds * part));
+}
+
+// The runs of --run, and all that --save needs.
+Result<std::vector<MeasuredRun>> read_runs(const BenchArguments& arguments) {
+  if (arguments.device != "host")
+    return refuse(
+        "--save describes --device host only; for GPUs copy an installed description, such as "
+        "share/forebay/machines/dgx-h100.json, and put your figures in");
+  if (arguments.runs.empty()) {
+    return refuse(
+        "--save needs the speed of a trainer, and no --run was given; train one rank by forebay-gpt "
+        "--ranks 1 --report FILE, for as many copies at the same time as --ranks, and add --run FILE");
+  }
+  if (arguments.link != "shm" && arguments.link != "tcp")
+    return refuse("--link is '" + arguments.link + "'; use shm or tcp");
+  std::vector<MeasuredRun> runs;
+  for (const std::string& path : arguments.runs) {
+    FOREBAY_ASSIGN_OR_RETURN(runs.emplace_back(), read_measured_run(path));
+  }
+  return runs;
+}
+
+Result<MachineFigures> measure_machine(const BenchArguments& arguments, const std::vector<MeasuredRun>& runs,
+                                       const Topology& topology, std::uint64_t bytes) {
+  constexpr int kHostRanksMax = 256;
+  MachineFigures machine;
+  int ranks = 1;
+  FOREBAY_RETURN_IF_ERROR(read_positive("ranks", arguments.ranks, kHostRanksMax, &ranks));
+  machine.link = arguments.link == "shm" ? LinkKind::kShm : LinkKind::kGloo;
+  machine.host_memory_bytes = host_memory_limit();
+  std::size_t cores = 0;
+  for (const NumaNode& node : topology.nodes) cores += node.cores.size();
+  machine.processors = static_cast<int>(std::max<std::size_t>(cores, 1));
+  if (topology.processor_quota)
+    machine.processors = std::clamp(static_cast<int>(*topology.processor_quota), 1, machine.processors);
+  FOREBAY_ASSIGN_OR_RETURN(machine.rank,
+                           measure_ranks(ranks, machine.link, runs.front().request.options.dtype,
+                                         std::max(bytes / static_cast<std::uint64_t>(ranks), kBytesMin),
+                                         part_of(arguments.seconds, kRankPart)));
+  return machine;
+}
+
+Status save_machine(const std::string& name, const std::string& description) {
+  const std::string path = name == "this" ? this_machine_path() : name;
+  std::error_code error;
+  const std::filesystem::path directory = std::filesystem::path(path).parent_path();
+  if (!directory.empty()) std::filesystem::create_directories(directory, error);
+  return write_run_text(path, description);
 }
 
 Result<BenchTiersReport> bench(const BenchArguments& arguments) {
@@ -172,6 +229,15 @@ Result<BenchTiersReport> bench(const BenchArguments& arguments) {
     FOREBAY_ASSIGN_OR_RETURN(report.files.emplace_back(),
                              prepare_files(topology, arguments.directories, report.bytes));
   }
+  TerminalLine line;
+  std::optional<MachineFigures> machine;
+  std::vector<MeasuredRun> runs;
+  if (!arguments.save.empty()) {
+    FOREBAY_ASSIGN_OR_RETURN(runs, read_runs(arguments));
+    line.show("measuring ranks at the same time");
+    // Forks, so it comes before the threads of a backend.
+    FOREBAY_ASSIGN_OR_RETURN(machine, measure_machine(arguments, runs, topology, report.bytes));
+  }
   FOREBAY_ASSIGN_OR_RETURN(const Device device, open_device(arguments.device, topology));
   report.device = device.backend->capabilities().name;
   report.device_in_host = device.in_host;
@@ -181,7 +247,6 @@ Result<BenchTiersReport> bench(const BenchArguments& arguments) {
                            read_benched_model(arguments, device, report.files.back().free_bytes, &shape));
   if (report.model) FOREBAY_RETURN_IF_ERROR(check_something_fits(shape, *report.model));
 
-  TerminalLine line;
   const Progress progress = [&](const std::string& what) { line.show("measuring " + what); };
   FOREBAY_ASSIGN_OR_RETURN(report.copies, measure_copies(*device.backend, report.placement, report.bytes,
                                                          part_of(arguments.seconds, kCopyPart), progress));
@@ -193,6 +258,13 @@ Result<BenchTiersReport> bench(const BenchArguments& arguments) {
     FOREBAY_RETURN_IF_ERROR(measure_files(report.bytes, part_of(arguments.seconds, part), progress, &files));
   }
 
+  if (machine) {
+    const StoreMeasurementPoint& chosen = report.files.back().store.chosen;
+    machine->drive_read_bytes_per_second = chosen.read_bytes_per_second;
+    machine->drive_write_bytes_per_second = chosen.write_bytes_per_second;
+    FOREBAY_ASSIGN_OR_RETURN(const std::string description, describe_machine(*machine, runs));
+    FOREBAY_RETURN_IF_ERROR(save_machine(arguments.save, description));
+  }
   if (report.model) {
     const StoreMeasurementPoint& chosen = report.files.back().store.chosen;
     const TierRates rates{.to_device_bytes_per_second = report.copies.to_device_bytes_per_second,
@@ -243,6 +315,17 @@ void add_bench_tiers_command(CLI::App& app, Action& action) {
             "Approximate time of all measurements together; a slow drive takes longer")
       ->capture_default_str();
   command->add_flag("--json", a.json, "Print JSON");
+  add_value(*command, "--save", a.save, "FILE|this",
+            "Write a description of this machine, for forebay simulate --cluster FILE, or --cluster this. "
+            "Its links "
+            "and kernels are measured by --ranks ranks at the same time");
+  add_value(
+      *command, "--run", a.runs, "FILE",
+      "With --save: a report of forebay-gpt --ranks 1 --report FILE, by which the speed of products is set; "
+      "give two sizes or more")
+      ->allow_extra_args(false);
+  add_value(*command, "--link", a.link, "shm|tcp", "With --save: the link between the ranks")
+      ->capture_default_str();
 
   add_model_options(*command, a.model);
   const auto number = [&](const char* name, std::int64_t& target, const char* what) {

@@ -40,9 +40,10 @@ ModelWork ClusterTiming::copy(ModelCopy kind, std::uint64_t bytes) const {
   const bool up = kind == ModelCopy::kToDevice;
   ModelWork work{.name = up ? "copy to the device" : "copy to the host",
                  .delay_seconds = cluster_.device.kernel_seconds};
-  work.add(up ? kBusUpResource : kBusDownResource,
+  const int bus = up ? kBusUpResource : kBusDownResource;
+  work.add(cluster_.shared_processors ? kComputeResource : bus,
            count * cluster_.ranks_per_bus / cluster_.bus_bytes_per_second);
-  work.add(kHostMemoryResource, count / host_share_);
+  if (!cluster_.shared_processors) work.add(kHostMemoryResource, count / host_share_);
   return work;
 }
 
@@ -62,13 +63,13 @@ ModelWork ClusterTiming::product(const char* name, double m, double n, double k,
 
 ModelWork ClusterTiming::host_update(std::uint64_t count) const {
   ModelWork work{.name = "update on the host"};
-  work.add(kHostMemoryResource, static_cast<double>(count) * kHostUpdateBytes / host_share_);
+  work.add(host_resource(), static_cast<double>(count) * kHostUpdateBytes / host_share_);
   return work;
 }
 
 ModelWork ClusterTiming::host_pass(std::uint64_t bytes) const {
   ModelWork work{.name = "sum on the host"};
-  work.add(kHostMemoryResource, static_cast<double>(bytes) / host_share_);
+  work.add(host_resource(), static_cast<double>(bytes) / host_share_);
   return work;
 }
 
@@ -93,6 +94,7 @@ std::vector<SimulatedLevel> ClusterTiming::levels(int ranks) const {
     level.latency_seconds = link.latency_seconds;
     level.message_seconds = link.message_seconds;
     level.resource = resource++;
+    level.processor_seconds_per_byte = link.processor_seconds_per_byte;
   }
   return levels;
 }

@@ -47,6 +47,8 @@ class ClusterTiming : public ModelTiming {
   std::vector<SimulatedLevel> levels(int ranks) const;
 
  private:
+  int host_resource() const { return cluster_.shared_processors ? kComputeResource : kHostMemoryResource; }
+
   const ClusterDescription cluster_;
   const double flops_;
   const double element_bytes_;

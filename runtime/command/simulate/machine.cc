@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
@@ -63,6 +64,12 @@ class Fields {
     const double number = this->number(name, least, false, most);
     if (number != std::floor(number)) refuse(full(name), "is not whole; use a whole number");
     return static_cast<int>(number);
+  }
+  bool flag(const char* name) {
+    const json* const value = find(name);
+    if (value == nullptr || value->is_boolean()) return value != nullptr && value->get<bool>();
+    refuse(full(name), "is " + value->dump() + "; use true or false");
+    return false;
   }
   double checked(const std::string& name, const json& value, double least, bool above, double most) {
     const double number = value.is_number() ? value.get<double>() : std::nan("");
@@ -156,6 +163,8 @@ LinkDescription read_link(Fields& fields, bool is_last) {
   link.ranks_per_link = fields.count("ranks_per_link", 1);
   link.latency_seconds = fields.figure("latency_seconds", 0, false);
   link.message_seconds = fields.figure("message_seconds", 0, false);
+  if (fields.has("processor_seconds_per_byte"))
+    link.processor_seconds_per_byte = fields.figure("processor_seconds_per_byte", 0, false);
   fields.finish();
   return link;
 }
@@ -259,37 +268,50 @@ Result<ClusterDescription> parse_cluster(const std::string& file, std::string_vi
   cluster.drive_read_bytes_per_second = fields.figure("drive_read_bytes_per_second", 0, false);
   cluster.drive_write_bytes_per_second = fields.figure("drive_write_bytes_per_second", 0, false);
   cluster.control_seconds = fields.figure("control_seconds", 0, false);
+  if (fields.has("shared_processors")) cluster.shared_processors = fields.flag("shared_processors");
   read_links(fields, cluster);
   fields.finish();
   FOREBAY_RETURN_IF_ERROR(fields.status());
   return cluster;
 }
 
+std::string this_machine_path() {
+  if (const char* const path = std::getenv("FOREBAY_MACHINE"); path != nullptr && *path != '\0') return path;
+  const char* const cache = std::getenv("XDG_CACHE_HOME");
+  if (cache != nullptr && *cache != '\0') return std::string(cache) + "/forebay/machine.json";
+  const char* const home = std::getenv("HOME");
+  return std::string(home != nullptr ? home : "") + "/.cache/forebay/machine.json";
+}
+
 Result<ClusterDescription> read_cluster(const std::string& name_or_path) {
   if (const MachineFile* const file = find_file("cluster", name_or_path))
     return parse_cluster(std::string(file->name) + ".json", file->text);
-  if (name_or_path.find_first_of("/.") == std::string::npos) {
+  const bool is_this = name_or_path == "this";
+  if (!is_this && name_or_path.find_first_of("/.") == std::string::npos) {
     return Status(StatusCode::kInvalidArgument, "there is no description of cluster '" + name_or_path +
                                                     "'; use " + list_of(cluster_names()) +
-                                                    ", or the path of a JSON file");
+                                                    ", this, or the path of a JSON file");
   }
+  const std::string path = is_this ? this_machine_path() : name_or_path;
   std::error_code ignored;
-  const bool is_other = std::filesystem::exists(name_or_path, ignored) &&
-                        !std::filesystem::is_regular_file(name_or_path, ignored);
+  const bool is_other =
+      std::filesystem::exists(path, ignored) && !std::filesystem::is_regular_file(path, ignored);
   std::ifstream stream;
-  if (!is_other) stream.open(name_or_path, std::ios::binary);
+  if (!is_other) stream.open(path, std::ios::binary);
   std::string text(kFileBytesMost + 1, '\0');
   stream.read(text.data(), static_cast<std::streamsize>(text.size()));
-  if (!stream.is_open() || stream.bad())
-    return Status(StatusCode::kIoError,
-                  "cannot read the cluster " + shown_path(name_or_path) + "; is it a file?");
+  if (!stream.is_open() || stream.bad()) {
+    return Status(
+        StatusCode::kIoError,
+        "cannot read the cluster " + shown_path(path) +
+            (is_this ? "; measure this machine by forebay bench-tiers --save this" : "; is it a file?"));
+  }
   text.resize(static_cast<std::size_t>(stream.gcount()));
   if (text.size() > kFileBytesMost) {
-    return Status(StatusCode::kInvalidArgument, shown_path(name_or_path) +
-                                                    " is larger than 1 MiB; compare it with an installed "
-                                                    "description");
+    return Status(StatusCode::kInvalidArgument,
+                  shown_path(path) + " is larger than 1 MiB; compare it with an installed description");
   }
-  return parse_cluster(name_or_path, text);
+  return parse_cluster(path, text);
 }
 
 double matrix_efficiency(const DeviceDescription& device, double m, double n, double k) {

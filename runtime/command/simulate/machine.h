@@ -35,6 +35,7 @@ struct LinkDescription {
   int ranks_per_link = 1;
   double latency_seconds = 0;
   double message_seconds = 0;
+  double processor_seconds_per_byte = 0;  // Of the device's compute time, where processors are shared.
 };
 
 struct ClusterDescription {
@@ -47,7 +48,9 @@ struct ClusterDescription {
   int ranks_per_bus = 1;
   double drive_read_bytes_per_second = 0;  // All drives of a host; 0: there are none.
   double drive_write_bytes_per_second = 0;
-  double control_seconds = 0;          // One hop of a small message between hosts.
+  double control_seconds = 0;  // One hop of a small message between hosts.
+  // The device is the host: kernels, copies, updates on the host and links take the same processors.
+  bool shared_processors = false;
   std::vector<LinkDescription> links;  // From the innermost.
 };
 
@@ -55,8 +58,12 @@ struct ClusterDescription {
 std::vector<std::string> device_names();
 std::vector<std::string> cluster_names();
 
-// A cluster by name, or the path of a file: "dgx-2", "mine.json". A cluster names its device, or has it
-// whole.
+// Where `forebay bench-tiers --save this` keeps the description of this machine: FOREBAY_MACHINE, or a file
+// in the user's cache directory.
+std::string this_machine_path();
+
+// A cluster by name, the path of a file, or "this": "dgx-2", "mine.json". A cluster names its device, or has
+// it whole.
 //
 // Errors: kInvalidArgument naming the file, the field and the allowed values; for another name the nearest.
 //         kIoError for a file that cannot be read.

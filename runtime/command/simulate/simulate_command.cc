@@ -41,19 +41,23 @@ Status read_request(const SimulateArguments& arguments, SimulationRequest* reque
   request->batch = model.batch;
   request->sequence = model.sequence;
   FOREBAY_ASSIGN_OR_RETURN(const ActivationRequest kept, read_activations(arguments.activations));
-  if (kept.part.pipeline_parallel > 1)
-    return refuse("--pipeline-parallel is not simulated yet; use --tensor-parallel, or `forebay plan`");
-  if (kept.placement != ActivationPlacement::kKeep && kept.placement != ActivationPlacement::kPartition)
-    return refuse("--activations on a tier are not simulated yet; use keep or partition");
-  request->tensor_parallel = kept.part.tensor_parallel;
+  if (kept.placement == ActivationPlacement::kAuto)
+    return refuse(
+        "--activations is auto, which a simulation does not choose; use keep, partition, partition+cpu or "
+        "partition+nvme");
+  request->part = kept.part;
   request->recompute_every = kept.recompute_every;
   request->activations = kept.placement;
+  request->activation_tier = kept.tier;
   request->ranks = request->cluster.host_ranks;
   if (given(arguments.ranks_option))
     FOREBAY_RETURN_IF_ERROR(read_positive("ranks", arguments.ranks, kRanksMost, &request->ranks));
-  if (request->ranks % request->tensor_parallel != 0) {
+  const int parts = request->part.tensor_parallel * request->part.pipeline_parallel;
+  if (request->ranks % parts != 0) {
     return refuse("--ranks is " + std::to_string(request->ranks) + ", which --tensor-parallel " +
-                  std::to_string(request->tensor_parallel) + " does not divide; use a multiple of it");
+                  std::to_string(request->part.tensor_parallel) + " times --pipeline-parallel " +
+                  std::to_string(request->part.pipeline_parallel) + " does not divide; use a multiple of " +
+                  std::to_string(parts));
   }
   FOREBAY_RETURN_IF_ERROR(arguments.sharding.read(request->options));
   if (!arguments.sharding.given("dtype") && !request->cluster.device.flops.contains(request->options.dtype))
@@ -132,7 +136,8 @@ void add_simulate_command(CLI::App& app, Action& action) {
   command->add_flag("--json", a.json, "Print JSON");
   command->footer(
       "The engine's own schedule and memory run on a device that keeps no bytes, in virtual time. One rank "
-      "stands for all of them.\nExit code: 0; 1 if the plan does not fit into a device; 2 for bad input.");
+      "of each pipeline stage stands for all of them.\nExit code: 0; 1 if the plan does not fit into a "
+      "device; 2 for bad input.");
   command->callback([arguments, &action] { action = [arguments] { return run(*arguments); }; });
 }
 

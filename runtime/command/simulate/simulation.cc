@@ -2,19 +2,23 @@
 
 #include <algorithm>
 #include <functional>
+#include <limits>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string_view>
+#include <thread>
 #include <utility>
 
+#include "forebay/activation_checkpointer.h"
 #include "forebay/all_reduce.h"
 #include "forebay/error.h"
 #include "forebay/rank_grid.h"
 #include "forebay/simulated_communicator.h"
 #include "forebay/units.h"
-#include "runtime/command/plan/activation_report.h"
 #include "runtime/command/simulate/cluster_timing.h"
 #include "runtime/command/simulate/simulated_drives.h"
+#include "runtime/command/simulate/stage_link.h"
 #include "runtime/command/simulate/transformer_work.h"
 #include "runtime/engine/engine_hooks.h"
 
@@ -40,34 +44,49 @@ std::string cause_of(const ModelStreamTime& time) {
                                                                 {"update on the host", "update on the host"},
                                                                 {"sum on the host", "update on the host"},
                                                                 {"drives", "drives"},
+                                                                {"recv", "pipeline bubble"},
+                                                                {"send", "pipeline bubble"},
                                                                 {"update", "update on the device"}};
   if (time.own) {
     for (const char* const pass : {"forward", "backward", "recomputation"}) {
       if (time.name == pass) return pass;
     }
+    if (time.name == "copy") return "activation copies";
     return time.name == "fill" ? "backward" : "tensor-parallel sums";
   }
   const auto found = waits.find(time.name);
   return found == waits.end() ? "decision and host" : found->second;
 }
 
-// One rank: its devices, its communicators, its engine and a trainer without weights.
+// The first rank of a pipeline stage: its devices, its communicators, its engine and a trainer without
+// weights.
 class SimulatedRank {
  public:
-  SimulatedRank(const SimulationRequest& request, const ActivationReport& activations)
+  // `mail`: with several pipeline stages.
+  SimulatedRank(const SimulationRequest& request, const ActivationReport& activations, HostClock& clock,
+                std::shared_ptr<SimulatedMail> mail)
       : request_(request),
         options_(request.options),
+        part_(activations.request.part),
+        layers_(stage_layers(request.shape.layers, part_)),
+        clock_(clock),
+        grid_(value_or_throw(RankGrid::create({.world_size = request.ranks,
+                                               .tensor_parallel = part_.tensor_parallel,
+                                               .pipeline_parallel = part_.pipeline_parallel}))),
         timing_(request.cluster, options_.dtype),
         backend_(value_or_throw(ModelBackend::create({.name = request.cluster.device.name,
                                                       .memory_bytes = device_bytes(),
                                                       .timing = &timing_,
                                                       .clock = &clock_}))),
         kernels_(value_or_throw(Kernels::create(*backend_))),
-        world_(
-            value_or_throw(SimulatedCommunicator::create({.size = request.ranks,
-                                                          .levels = timing_.levels(request.ranks),
-                                                          .control_seconds = request.cluster.control_seconds},
-                                                         *backend_, *kernels_))),
+        world_(value_or_throw(
+            SimulatedCommunicator::create({.rank = grid_.rank({.pipeline = part_.pipeline_stage}),
+                                           .size = request.ranks,
+                                           .levels = timing_.levels(request.ranks),
+                                           .mail = std::move(mail),
+                                           .processor_resource = kComputeResource,
+                                           .control_seconds = request.cluster.control_seconds},
+                                          *backend_, *kernels_))),
         timeline_([this] { return clock_.now(); }),
         stream_(value_or_throw(backend_->stream_create())) {
     connect();
@@ -75,6 +94,9 @@ class SimulatedRank {
     make_engine(activations);
   }
   ~SimulatedRank() {
+    saved_.reset();
+    forward_.reset();
+    backward_.reset();
     engine_.reset();
     timeline_.release(*backend_);
     static_cast<void>(backend_->stream_destroy(stream_));
@@ -97,6 +119,12 @@ class SimulatedRank {
     result.step_seconds = std::chrono::duration<double>(backend_->now() - begin).count();
     note_times(result);
     result.statistics = engine_->statistics();
+    if (saved_) {
+      const ActivationStatistics saved = saved_->statistics();
+      result.statistics.host_bytes += saved.host_bytes;
+      result.statistics.file_bytes += saved.file_bytes;
+    }
+    result.pipeline_stage = part_.pipeline_stage;
     result.sent_bytes_per_step = result.statistics.traffic.sent / (kStepsBefore + 1);
     result.tokens_per_step = static_cast<std::uint64_t>(grid_.data_parallel()) * request_.batch * sequence() *
                              static_cast<std::uint64_t>(options_.micro_steps);
@@ -120,10 +148,12 @@ class SimulatedRank {
     return given > options_.room_bytes ? given - options_.room_bytes : 0;
   }
 
+  bool has_parts() const { return part_.tensor_parallel * part_.pipeline_parallel > 1; }
+  bool is_first() const { return part_.pipeline_stage == 0; }
+  bool is_last() const { return part_.pipeline_stage + 1 == part_.pipeline_parallel; }
+  int forwards_ahead() const { return part_.pipeline_parallel - 1 - part_.pipeline_stage; }
+
   void connect() {
-    grid_ = value_or_throw(
-        RankGrid::create({.world_size = request_.ranks, .tensor_parallel = request_.tensor_parallel}));
-    if (request_.tensor_parallel == 1) return;
     const auto along = [grid = grid_](int GridCoordinates::*dimension) {
       return [grid, dimension](int rank) {
         GridCoordinates first = grid.coordinates(rank);
@@ -132,10 +162,24 @@ class SimulatedRank {
         return std::pair(grid.rank(first), key);
       };
     };
-    world_->expect_split(along(&GridCoordinates::tensor));
-    world_->expect_split(along(&GridCoordinates::data));
-    world_->expect_split(along(&GridCoordinates::pipeline));
-    lines_ = value_or_throw(split_grid(*world_, grid_));
+    if (has_parts()) {
+      for (const auto dimension :
+           {&GridCoordinates::tensor, &GridCoordinates::data, &GridCoordinates::pipeline})
+        world_->expect_split(along(dimension));
+      lines_ = value_or_throw(split_grid(*world_, grid_));
+    }
+    const int rank = world_->rank();
+    if (request_.activations != ActivationPlacement::kKeep) {
+      world_->expect_split(along(&GridCoordinates::tensor));
+      saved_ranks_ = value_or_throw(world_->split(rank, 0));
+    }
+    if (part_.pipeline_parallel == 1) return;
+    const int last = part_.pipeline_parallel - 1;
+    const auto is_end = [last](int stage) { return stage == 0 || stage == last ? 0 : 1; };
+    world_->expect_split([](int stage) { return std::pair(0, stage); });
+    backward_ranks_ = value_or_throw(lines_.pipeline->split(0, part_.pipeline_stage));
+    world_->expect_split([is_end](int stage) { return std::pair(is_end(stage), stage); });
+    ends_ = value_or_throw(lines_.pipeline->split(is_end(part_.pipeline_stage), part_.pipeline_stage));
   }
   Communicator& data() { return lines_.data != nullptr ? *lines_.data : *world_; }
 
@@ -150,7 +194,7 @@ class SimulatedRank {
     }
     const int shards = options_.shard_within_group ? group : data_ranks;
     const int replicas = data_ranks / shards;
-    if (request_.tensor_parallel == 1 && replicas == 1) return;
+    if (!has_parts() && replicas == 1) return;
     world_->expect_split([grid = grid_, shards, replicas](int rank) {
       const int data_rank = grid.coordinates(rank).data;
       return std::pair(0, data_rank % shards * replicas + data_rank / shards);
@@ -161,15 +205,18 @@ class SimulatedRank {
     work_ = transformer_work({.shape = request_.shape,
                               .batch = request_.batch,
                               .sequence = sequence(),
-                              .tensor_parallel = request_.tensor_parallel,
+                              .tensor_parallel = part_.tensor_parallel,
                               .dtype = options_.dtype,
                               .fused_attention = request_.fused_attention});
+    // The mean over pipeline stages.
     const auto layers = static_cast<double>(request_.shape.layers);
     model_flops_ = 3 * (layers * total_flops(work_.layer) + total_flops(work_.final));
     hardware_flops_ = model_flops_;
     for (std::uint64_t layer = 0; layer < request_.shape.layers; ++layer) {
       if (is_recomputed(layer)) hardware_flops_ += total_flops(work_.recomputed_layer);
     }
+    model_flops_ /= part_.pipeline_parallel;
+    hardware_flops_ /= part_.pipeline_parallel;
   }
   bool is_recomputed(std::uint64_t layer) const {
     return request_.recompute_every > 0 && layer % static_cast<std::uint64_t>(request_.recompute_every) == 0;
@@ -184,15 +231,15 @@ class SimulatedRank {
     };
     EngineOptions options{options_};
     options.memory_bytes = 0;  // The backend has as much as may be used.
-    if (request_.tensor_parallel > 1) options.grid = world_.get();
+    options.forwards_ahead = forwards_ahead();
+    if (has_parts()) options.grid = world_.get();
     options.host_threads = 1;
     options.near_device = false;
     options.hooks = &hooks_;
     if (request_.with_timeline) options.timeline = &timeline_;
     engine_ = std::make_unique<Engine>(*backend_, *kernels_, data(), options);
 
-    const ModelShape shape =
-        value_or_throw(make_model_shape(request_.shape, {.tensor_parallel = request_.tensor_parallel}));
+    const ModelShape shape = value_or_throw(make_model_shape(request_.shape, part_));
     for (const UnitShape& unit : shape.units) {
       const UnitId id = engine_->add_unit(unit.name, unit.backward_reads_parameters);
       int index = 0;
@@ -202,42 +249,131 @@ class SimulatedRank {
         trainable_.resize(static_cast<std::size_t>(id) + 1);
         trainable_.back().push_back(index++);
       }
+      trainable_.resize(static_cast<std::size_t>(id) + 1);
+      if (unit.shared_by > 1) {
+        trainable_.back().clear();  // Its gradients are those of the units that are tied to it.
+        engine_->share(id, *ends_);
+      }
       for (const UnitShape::Tied& tied : unit.tied)
         trainable_.back().push_back(engine_->tie(id, {tied.unit, tied.index}));
+      if (unit.shared_by == 1) first_unit_ = std::min(first_unit_, id);
     }
+    unit_count_ = static_cast<int>(shape.units.size());
     const std::uint64_t sum_bytes = request_.batch * sequence() * request_.shape.hidden * element();
-    const std::uint64_t staging = all_reduce_staging_bytes(
-        request_.tensor_parallel, std::min(kSumBucketBytes, sum_bytes), options_.dtype);
-    const std::uint64_t least = request_.tensor_parallel > 1 ? round_up(sum_bytes, 512) + staging : 0;
-    engine_->declare_activations(
-        std::max(request_.activation_bytes.value_or(activations.device_bytes()), least));
+    const std::uint64_t staging =
+        all_reduce_staging_bytes(part_.tensor_parallel, std::min(kSumBucketBytes, sum_bytes), options_.dtype);
+    std::uint64_t least = part_.tensor_parallel > 1 ? round_up(sum_bytes, kAlignment) + staging : 0;
+    if (part_.pipeline_parallel > 1 || saved_ranks_ != nullptr) least = std::max(least, sum_bytes);
+    saved_inputs_ = saved_ranks_ != nullptr && activations.plan;
+    if (saved_inputs_) make_checkpointer(activations);
+    const std::uint64_t saved_bytes = saved_inputs_ ? saved_->plan().device_bytes() : 0;
+    const std::uint64_t given = request_.activation_bytes.value_or(activations.device_bytes());
+    const std::uint64_t live =
+        round_up(std::max(given - std::min(given, saved_bytes), least), saved_inputs_ ? kAlignment : 1);
+    engine_->declare_activations(live + saved_bytes);
     expect_splits();
     engine_->commit();
+    if (saved_inputs_) saved_->commit(saved_bytes > 0 ? engine_->activations() + live : nullptr);
+    if (part_.pipeline_parallel == 1) return;
+    const int stage = part_.pipeline_stage;
+    const auto before = is_first() ? std::nullopt : std::optional(stage - 1);
+    const auto after = is_last() ? std::nullopt : std::optional(stage + 1);
+    forward_.emplace(*backend_, *lines_.pipeline, engine_->activations(),
+                     StageLink::Options{stream_, sum_bytes, before, after});
+    backward_.emplace(*backend_, *backward_ranks_, engine_->activations(),
+                      StageLink::Options{stream_, sum_bytes, after, before});
+  }
+  void make_checkpointer(const ActivationReport& activations) {
+    ActivationCheckpointerOptions options{.plan = activations.plan->options, .in_region = true};
+    options.hooks = &hooks_;
+    if (request_.with_timeline) options.timeline = &timeline_;
+    saved_.emplace(*backend_, *saved_ranks_, options);
+    for (std::uint64_t layer = layers_.first; layer < layers_.first + layers_.count; ++layer) {
+      if (!is_recomputed(layer)) continue;
+      saved_->declare({.unit = static_cast<int>(layer),
+                       .bytes = request_.batch * sequence() * request_.shape.hidden * element(),
+                       .placement = request_.activations});
+    }
   }
   std::uint64_t element() const { return element_bytes(options_.dtype); }
 
   void run_step() {
     engine_->step_begin();
+    // One forward, one backward: forward passes run ahead by the number of pipeline stages behind this one.
+    if (forward_) forward_->receive();
+    if (backward_) backward_->receive();
+    int forwards = 0;
     for (int micro_step = 0; micro_step < options_.micro_steps; ++micro_step) {
-      engine_->micro_step_begin(micro_step);
-      const int last = static_cast<int>(request_.shape.layers) + 1;
-      for (int unit = 0; unit <= last; ++unit) {
-        const Lease lease = engine_->forward(unit, stream_);
-        queue("forward", unit == 0 ? work_.embedding : unit == last ? work_.final : work_.layer);
-      }
-      for (int unit = last; unit >= 0; --unit) {
-        Lease lease = engine_->backward(unit, stream_);
-        if (unit > 0 && unit < last && is_recomputed(static_cast<std::uint64_t>(unit - 1)))
-          queue("recomputation", work_.recomputed_layer);
-        bool accumulate = false;
-        for (const int index : trainable_[static_cast<std::size_t>(unit)])
-          static_cast<void>(lease.gradient(index, &accumulate));
-        queue("backward", unit == 0      ? work_.embedding_backward
-                          : unit == last ? work_.final_backward
-                                         : work_.layer_backward);
-      }
+      while (forwards < options_.micro_steps && forwards - micro_step <= forwards_ahead())
+        run_forward(forwards++);
+      run_backward(micro_step);
+    }
+    if (saved_inputs_) {
+      throw_if_error(backend_->stream_synchronize(stream_));
+      saved_->check();
     }
     static_cast<void>(engine_->step({.groups = {{}, {}}}));
+  }
+
+  bool is_embedding(int unit) const { return is_first() && unit == first_unit_; }
+  bool is_final(int unit) const { return is_last() && unit + 1 == unit_count_; }
+  // Requires: neither of the two above, nor a shared unit.
+  std::uint64_t layer_of(int unit) const {
+    return layers_.first + static_cast<std::uint64_t>(unit - first_unit_ - (is_first() ? 1 : 0));
+  }
+  ActivationKey saved_key(int unit, int micro_step) const {
+    return {.unit = static_cast<int>(layer_of(unit)), .micro_batch = micro_step};
+  }
+
+  void run_forward(int micro_step) {
+    if (forward_) {
+      forward_->wait_for_received();
+      forward_->wait_for_place(micro_step);
+    }
+    engine_->micro_step_begin(micro_step);
+    for (int unit = 0; unit < unit_count_; ++unit) {
+      const Lease lease = engine_->forward(unit, stream_);
+      if (unit < first_unit_) continue;  // Shared: the units that are tied to it compute.
+      const bool is_layer = !is_embedding(unit) && !is_final(unit);
+      if (saved_inputs_ && is_layer && is_recomputed(layer_of(unit))) {
+        const std::uint64_t bytes = request_.batch * sequence() * request_.shape.hidden * element();
+        saved_->save(saved_key(unit, micro_step), engine_->activations(), bytes, stream_);
+      }
+      queue("forward", is_embedding(unit) ? work_.embedding : is_final(unit) ? work_.final : work_.layer);
+    }
+    if (!forward_) return;
+    forward_->send(micro_step);
+    if (micro_step + 1 < options_.micro_steps) forward_->receive();
+  }
+
+  void run_backward(int micro_step) {
+    if (backward_) {
+      backward_->wait_for_received();
+      backward_->wait_for_place(micro_step);
+    }
+    for (int unit = unit_count_ - 1; unit >= 0; --unit) {
+      // The units that are tied to a shared one send their gradients to the stage before first.
+      if (unit < first_unit_ && backward_) send_gradients(micro_step);
+      Lease lease = engine_->backward(unit, stream_);
+      if (unit < first_unit_) continue;
+      const bool is_layer = !is_embedding(unit) && !is_final(unit);
+      std::optional<ActivationLease> input;
+      if (is_layer && is_recomputed(layer_of(unit))) {
+        if (saved_inputs_) input.emplace(saved_->load(saved_key(unit, micro_step), stream_));
+        queue("recomputation", work_.recomputed_layer);
+      }
+      bool accumulate = false;
+      for (const int index : trainable_[static_cast<std::size_t>(unit)])
+        static_cast<void>(lease.gradient(index, &accumulate));
+      queue("backward", is_embedding(unit) ? work_.embedding_backward
+                        : is_final(unit)   ? work_.final_backward
+                                           : work_.layer_backward);
+    }
+    if (backward_ && first_unit_ == 0) send_gradients(micro_step);
+  }
+  void send_gradients(int micro_step) {
+    backward_->send(micro_step);
+    if (micro_step + 1 < options_.micro_steps) backward_->receive();
   }
 
   void queue(const char* pass, const WorkPieces& pieces) {
@@ -303,15 +439,22 @@ class SimulatedRank {
       result.link_busy.push_back(busy[kFirstLinkResource + level] / result.step_seconds);
   }
 
+  static constexpr std::uint64_t kAlignment = 512;
+
   const SimulationRequest& request_;
   const ShardingOptions& options_;
-  HostClock clock_{HostClock::Mode::kVirtual};
+  const ModelPart part_;
+  const LayerRange layers_;  // Of this pipeline stage.
+  HostClock& clock_;
+  const RankGrid grid_;
   const ClusterTiming timing_;
   const std::unique_ptr<ModelBackend> backend_;
   const std::unique_ptr<Kernels> kernels_;
   const std::unique_ptr<SimulatedCommunicator> world_;
-  RankGrid grid_;
-  GridCommunicators lines_;  // Empty without tensor parallelism.
+  GridCommunicators lines_;                       // Empty if the model is in one part.
+  std::unique_ptr<Communicator> saved_ranks_;     // Tensor-parallel ranks; null if inputs are kept.
+  std::unique_ptr<Communicator> backward_ranks_;  // Pipeline stages, for gradients.
+  std::unique_ptr<Communicator> ends_;            // The first and the last pipeline stage.
   Timeline timeline_;
   const Stream stream_;
   internal::EngineHooks hooks_;
@@ -319,7 +462,13 @@ class SimulatedRank {
   double model_flops_ = 0;  // A micro-step's.
   double hardware_flops_ = 0;
   std::vector<std::vector<int>> trainable_;  // By unit: the indices in its leases.
+  int unit_count_ = 0;
+  UnitId first_unit_ = std::numeric_limits<UnitId>::max();  // After a shared one.
   std::unique_ptr<Engine> engine_;
+  bool saved_inputs_ = false;  // By saved_.
+  std::optional<ActivationCheckpointer> saved_;
+  std::optional<StageLink> forward_;  // Null with one pipeline stage.
+  std::optional<StageLink> backward_;
 };
 
 Status check(const SimulationRequest& request) {
@@ -337,27 +486,80 @@ Status check(const SimulationRequest& request) {
                                                 " has no drives for offload-tier nvme; use cpu, or give "
                                                 "their rates in its description");
   }
-  return RankGrid::create({.world_size = request.ranks, .tensor_parallel = request.tensor_parallel}).status();
+  const bool in_files = request.activations == ActivationPlacement::kPartitionAndSpill &&
+                        request.activation_tier == Tier::kFile;
+  if (in_files && request.cluster.drive_write_bytes_per_second == 0) {
+    return Status(StatusCode::kUnsupported, "cluster " + request.cluster.name +
+                                                " has no drives for activations; put them in host memory, or "
+                                                "give the drives' rates in its description");
+  }
+  return RankGrid::create({.world_size = request.ranks,
+                           .tensor_parallel = request.part.tensor_parallel,
+                           .pipeline_parallel = request.part.pipeline_parallel})
+      .status();
+}
+
+// One thread for each pipeline stage, on one virtual clock. The figures of the stage that needs most memory.
+Result<SimulationResult> simulate_stages(const SimulationRequest& request,
+                                         const std::vector<ActivationReport>& activations) {
+  HostClock clock(HostClock::Mode::kVirtual);
+  if (activations.size() == 1) return SimulatedRank(request, activations[0], clock, nullptr).run();
+  const auto mail = std::make_shared<SimulatedMail>(clock);
+  std::vector<Result<SimulationResult>> results(activations.size(), SimulationResult());
+  std::vector<HostClock::Registration> registrations;
+  for (std::size_t stage = 0; stage < activations.size(); ++stage) registrations.emplace_back(clock);
+  std::vector<std::thread> threads;
+  for (std::size_t stage = 0; stage < activations.size(); ++stage) {
+    threads.emplace_back([&, stage, registration = std::move(registrations[stage])]() mutable {
+      registration.adopt();
+      const HostClock::Registration held = std::move(registration);
+      try {
+        results[stage] = SimulatedRank(request, activations[stage], clock, mail).run();
+      } catch (const Error& error) {
+        results[stage] = error.status();
+      }
+      if (!results[stage].ok()) mail->abandon();
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  std::size_t most = 0;
+  for (std::size_t stage = 0; stage < results.size(); ++stage) {
+    FOREBAY_RETURN_IF_ERROR(results[stage].status());
+    const auto reserved = [&](std::size_t i) { return results[i].value().statistics.peak_reserved_bytes; };
+    if (reserved(stage) > reserved(most)) most = stage;
+  }
+  return std::move(results[most]);
 }
 
 }  // namespace
+
+Result<std::vector<ActivationReport>> activations_of_stages(const SimulationRequest& request) {
+  std::vector<ActivationReport> stages;
+  for (int stage = 0; stage < request.part.pipeline_parallel; ++stage) {
+    ModelPart part = request.part;
+    part.pipeline_stage = stage;
+    FOREBAY_ASSIGN_OR_RETURN(stages.emplace_back(),
+                             make_activation_report({.shape = request.shape,
+                                                     .batch = request.batch,
+                                                     .sequence = request.sequence,
+                                                     .dtype = request.options.dtype,
+                                                     .part = part,
+                                                     .micro_steps = request.options.micro_steps,
+                                                     .recompute_every = request.recompute_every,
+                                                     .fused_attention = request.fused_attention,
+                                                     .placement = request.activations,
+                                                     .tier = request.activation_tier}));
+  }
+  return stages;
+}
 
 Result<SimulationResult> simulate(const SimulationRequest& given) {
   SimulationRequest request = given;
   FOREBAY_ASSIGN_OR_RETURN(request.shape, complete_shape(given.shape));
   FOREBAY_RETURN_IF_ERROR(check(request));
-  FOREBAY_ASSIGN_OR_RETURN(const ActivationReport activations,
-                           make_activation_report({.shape = request.shape,
-                                                   .batch = request.batch,
-                                                   .sequence = request.sequence,
-                                                   .dtype = request.options.dtype,
-                                                   .part = {.tensor_parallel = request.tensor_parallel},
-                                                   .micro_steps = request.options.micro_steps,
-                                                   .recompute_every = request.recompute_every,
-                                                   .fused_attention = request.fused_attention,
-                                                   .placement = request.activations}));
+  FOREBAY_ASSIGN_OR_RETURN(const std::vector<ActivationReport> activations, activations_of_stages(request));
   try {
-    SimulationResult result = SimulatedRank(request, activations).run();
+    FOREBAY_ASSIGN_OR_RETURN(SimulationResult result, simulate_stages(request, activations));
     FOREBAY_ASSIGN_OR_RETURN(const ModelShape whole, make_model_shape(request.shape));
     for (const UnitShape& unit : whole.units) {
       for (const ParameterShape& parameter : unit.parameters) result.parameters += parameter.count;

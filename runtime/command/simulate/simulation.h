@@ -1,5 +1,5 @@
-// The figures of `forebay simulate`: one rank of a training run, by the real engine on a model backend in
-// virtual time. Numbers only; simulation_print.h prints them.
+// The figures of `forebay simulate`: one rank of each pipeline stage of a training run, by the real engine on
+// a model backend in virtual time. Numbers only; simulation_print.h prints them.
 #pragma once
 
 #include <cstdint>
@@ -10,6 +10,7 @@
 #include "forebay/activation_plan.h"
 #include "forebay/engine.h"
 #include "forebay/model_shape.h"
+#include "runtime/command/plan/activation_report.h"
 #include "runtime/command/simulate/machine.h"
 
 namespace forebay {
@@ -19,12 +20,13 @@ struct SimulationRequest {
   std::uint64_t batch = 1;     // Sequences of a micro-step and data-parallel rank.
   std::uint64_t sequence = 0;  // 0: the shape's positions.
   int ranks = 1;               // All of them.
-  int tensor_parallel = 1;
-  ShardingOptions options;  // memory_bytes 0: the device's.
+  ModelPart part;              // Its pipeline_stage is not read.
+  ShardingOptions options;     // memory_bytes 0: the device's.
   int recompute_every = 0;
-  ActivationPlacement activations = ActivationPlacement::kKeep;
+  ActivationPlacement activations = ActivationPlacement::kKeep;  // Not kAuto.
+  Tier activation_tier = Tier::kPinned;
   bool fused_attention = true;
-  // None: by the formulas of `forebay plan`.
+  // Of each pipeline stage. None: by the formulas of `forebay plan`.
   std::optional<std::uint64_t> activation_bytes;
   ClusterDescription cluster;
   bool with_timeline = false;
@@ -51,6 +53,7 @@ struct SimulationResult {
   double peak_flops = 0;              // The device, a second.
   std::vector<SimulatedTime> times;   // They add up to the step.
   std::uint64_t parameters = 0;       // The whole model's.
+  int pipeline_stage = 0;             // Of these figures: the one that needs most memory.
   EngineStatistics statistics;
   std::uint64_t sent_bytes_per_step = 0;  // To the data-parallel ranks.
   std::uint64_t device_bytes = 0;         // The budget.
@@ -66,6 +69,9 @@ struct SimulationResult {
   double model_flops_used() const { return model_flops / step_seconds / peak_flops; }
   double hardware_flops_per_second() const { return hardware_flops / step_seconds; }
 };
+
+// The activations of each pipeline stage. Errors: those of make_activation_report.
+Result<std::vector<ActivationReport>> activations_of_stages(const SimulationRequest& request);
 
 // The result is the same for the same request, to the last digit.
 //

@@ -57,7 +57,11 @@ std::string simulation_text(const SimulationRequest& request, const SimulationRe
                format_text("%.1f, recomputation included, of %.0f", result.hardware_flops_per_second() / 1e12,
                            result.peak_flops / 1e12));
 
-  text += "\ntime of a step\n";
+  const std::string stage =
+      request.part.pipeline_parallel == 1
+          ? ""
+          : ", in pipeline stage " + std::to_string(result.pipeline_stage) + ", which needs most memory";
+  text += "\ntime of a step" + stage + "\n";
   for (const bool exposed : {false, true}) {
     for (const SimulatedTime& time : result.times) {
       if (time.exposed != exposed) continue;
@@ -98,7 +102,9 @@ std::string simulation_json(const SimulationRequest& request, const SimulationRe
   json["cluster"] = request.cluster.name;
   json["device"] = request.cluster.device.name;
   json["ranks"] = request.ranks;
-  json["tensor_parallel"] = request.tensor_parallel;
+  json["tensor_parallel"] = request.part.tensor_parallel;
+  json["pipeline_parallel"] = request.part.pipeline_parallel;
+  json["pipeline_stage"] = result.pipeline_stage;
   json["parameters"] = result.parameters;
   json["step_seconds"] = result.step_seconds;
   json["tokens_per_step"] = result.tokens_per_step;

@@ -56,13 +56,18 @@ struct ModelFunctionCall {
 struct ModelLaunch {
   ModelWork work;  // Its time; without timing none.
 };
+struct ModelSignalWait {
+  std::shared_ptr<const ModelSignal> signal;
+  const char* name;
+};
 struct ModelRecord {
   std::shared_ptr<ModelMark> mark;
 };
 struct ModelWait {
   std::shared_ptr<ModelMark> mark;
 };
-using ModelOperation = std::variant<ModelAccess, ModelFunctionCall, ModelLaunch, ModelRecord, ModelWait>;
+using ModelOperation =
+    std::variant<ModelAccess, ModelFunctionCall, ModelLaunch, ModelRecord, ModelWait, ModelSignalWait>;
 
 // Guarded by the backend's mutex.
 struct ModelStream {
@@ -164,6 +169,11 @@ class ModelBackendImpl final : public ScriptedModelBackend {
     FOREBAY_RETURN_IF_ERROR(enter("work"));
     FOREBAY_RETURN_IF_ERROR(check_timed("queue work of a duration"));
     return queue(stream, ModelLaunch{work}, "queue work of a duration");
+  }
+  Status wait_for(std::shared_ptr<const ModelSignal> signal, const char* name, Stream stream) override {
+    FOREBAY_RETURN_IF_ERROR(enter("wait_for"));
+    FOREBAY_RETURN_IF_ERROR(check_timed("wait for a signal"));
+    return queue(stream, ModelSignalWait{std::move(signal), name}, "wait for a signal");
   }
   void spend(const ModelWork& work) override {
     if (running_stream != nullptr) return running_stream->task.add(work);
@@ -593,6 +603,8 @@ class ModelBackendImpl final : public ScriptedModelBackend {
       record->mark->time = now();
       record->mark->failure = stream.failure;
       record->mark->stream = nullptr;
+    } else if (const auto* message = std::get_if<ModelSignalWait>(&operation)) {
+      if (stream.failure.ok()) stream.task.add_signal(message->signal, message->name);
     } else if (const auto* wait = std::get_if<ModelWait>(&operation)) {
       // The awaited work failed, so later work here has no valid input: it fails for the same reason.
       fail(stream, wait->mark->failure);

@@ -48,6 +48,7 @@ void TimedWork::begin_phase(Task& task, Nanoseconds now) {
   const bool is_over = now >= kModelTimeEnd;
   task.begun_ = true;
   task.delay_end_ = is_over ? now : std::max(now + nanoseconds(phase.work.delay_seconds), phase.until);
+  if (phase.signal != nullptr && !phase.signal->is_announced()) task.delay_end_ = HostClock::kNever;
   task.delayed_ = task.delay_end_ > now;
   for (std::size_t i = 0; i < phase.work.part_count; ++i)
     task.left_ns_[i] = is_over ? 0 : bounded_ns(phase.work.parts[i].seconds * kNanosecondsPerSecond);
@@ -63,12 +64,36 @@ void TimedWork::count_parts(const Task& task, int change) {
 }
 
 bool TimedWork::has_ended(const Task& task, Nanoseconds now) const {
-  if (task.delayed_ && task.delay_end_ > now) return false;
+  if (task.delayed_ && task.delay_end_ > now && !is_announced(task)) return false;
   const ModelWork& work = task.phases_.front().work;
   for (std::size_t i = 0; i < work.part_count; ++i) {
     if (task.left_ns_[i] > kNothingLeft) return false;
   }
   return true;
+}
+
+bool TimedWork::is_announced(const Task& task) {
+  const auto& signal = task.phases_.front().signal;
+  return signal != nullptr && signal->is_announced();
+}
+
+TimedWork::Nanoseconds TimedWork::pass(Nanoseconds begin, Nanoseconds end) {
+  const bool waits = std::any_of(active_.begin(), active_.end(),
+                                 [](const Task* task) { return task->phases_.front().signal != nullptr; });
+  if (waits) {
+    std::unique_lock lock(clock_.mutex());
+    clock_.wait(
+        lock,
+        [this] {
+          return std::any_of(active_.begin(), active_.end(),
+                             [](const Task* task) { return is_announced(*task); });
+        },
+        end);
+    return clock_.now_locked();
+  }
+  FOREBAY_CHECK(end != HostClock::kNever, "nothing is under way on %zu tasks", active_.size());
+  if (end > begin) clock_.sleep(end - begin);
+  return end;
 }
 
 TimedWork::Nanoseconds TimedWork::advance(Nanoseconds limit) {
@@ -90,9 +115,8 @@ TimedWork::Nanoseconds TimedWork::advance(Nanoseconds limit) {
     }
     if (!any) end = begin;
   }
-  FOREBAY_CHECK(end != HostClock::kNever, "nothing is under way on %zu tasks", active_.size());
+  end = pass(begin, end);
   const Nanoseconds passed = std::max(end - begin, Nanoseconds(0));
-  if (passed.count() > 0) clock_.sleep(passed);
   const auto passed_ns = static_cast<double>(passed.count());
 
   for (std::size_t r = 0; r < users_.size(); ++r) {
@@ -111,7 +135,7 @@ TimedWork::Nanoseconds TimedWork::advance(Nanoseconds limit) {
     count_parts(*task, 1);
   }
   for (Task* task : active_) {
-    if (task->delayed_ && task->delay_end_ <= end) {
+    if (task->delayed_ && (task->delay_end_ <= end || is_announced(*task))) {
       task->delayed_ = false;
       count_parts(*task, 1);
     }
@@ -126,3 +150,13 @@ TimedWork::Nanoseconds TimedWork::advance(Nanoseconds limit) {
 }
 
 }  // namespace forebay::internal
+
+namespace forebay {
+
+void ModelSignal::announce() {
+  const std::lock_guard lock(clock_.mutex());
+  announced_.store(true, std::memory_order_release);
+  clock_.notify();
+}
+
+}  // namespace forebay

@@ -9,6 +9,8 @@
 #include <chrono>
 #include <cstddef>
 #include <deque>
+#include <memory>
+#include <utility>
 #include <vector>
 
 #include "forebay/host_clock.h"
@@ -21,9 +23,14 @@ class Task {
  public:
   using Nanoseconds = HostClock::Nanoseconds;
 
-  void add(const ModelWork& work) { phases_.push_back({work, Nanoseconds(0)}); }
+  void add(const ModelWork& work) { phases_.push_back({work, Nanoseconds(0), nullptr}); }
   // Ends not before `time`.
-  void add_until(Nanoseconds time, const char* name) { phases_.push_back({ModelWork{.name = name}, time}); }
+  void add_until(Nanoseconds time, const char* name) {
+    phases_.push_back({ModelWork{.name = name}, time, nullptr});
+  }
+  void add_signal(std::shared_ptr<const ModelSignal> signal, const char* name) {
+    phases_.push_back({ModelWork{.name = name}, Nanoseconds(0), std::move(signal)});
+  }
   bool empty() const noexcept { return phases_.empty(); }
   const char* name() const noexcept { return phases_.empty() ? "" : phases_.front().work.name; }
   // The time at which it would end, if it began at `begin` and shared nothing.
@@ -34,6 +41,7 @@ class Task {
   struct Phase {
     ModelWork work;
     Nanoseconds until;
+    std::shared_ptr<const ModelSignal> signal;  // Not null: ends when it is announced.
   };
 
   std::deque<Phase> phases_;  // The phases that have not ended.
@@ -65,6 +73,9 @@ class TimedWork {
   void begin_phase(Task& task, Nanoseconds now);
   void count_parts(const Task& task, int change);
   bool has_ended(const Task& task, Nanoseconds now) const;
+  static bool is_announced(const Task& task);
+  // Lets the time pass up to `end`, or to the first announcement of a signal. Returns the new time.
+  Nanoseconds pass(Nanoseconds begin, Nanoseconds end);
 
   HostClock& clock_;
   std::vector<Task*> active_;  // In the order they began.

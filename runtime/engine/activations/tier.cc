@@ -24,7 +24,9 @@ std::unique_ptr<ActivationTier> ActivationTier::create(Backend& backend, const A
     return tier;
   }
   tier->host_ = value_or_throw(tier->pool_->allocate(plan.host_spilled_bytes));
-  std::memset(tier->host_, 0, plan.host_spilled_bytes);
+  // On a model backend nothing is copied, and the memory would be the machine's.
+  if (backend.capabilities().kind != BackendKind::kModel)
+    std::memset(tier->host_, 0, plan.host_spilled_bytes);
   tier->down_ = value_or_throw(backend.stream_create());
   tier->up_ = value_or_throw(backend.stream_create());
   return tier;

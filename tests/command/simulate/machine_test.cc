@@ -76,6 +76,10 @@ TEST(Machine, NamesFileAndFieldOfABadFigure) {
       {"/links/0/bytes_per_second/value", 0, "links[0].bytes_per_second.value is 0"},
       {"/device", "V200", "device is unknown: there is no description of device 'V200'; use V100-32"},
       {"/hosts", 4, "hosts is not a field of a description"},
+      {"/shared_processors", 1, "shared_processors is 1; use true or false"},
+      {"/links/0/processor_seconds_per_byte",
+       {{"value", -1}, {"source", "x"}},
+       "links[0].processor_seconds_per_byte.value is -1"},
       {"/links", Json::array(), "links is not a list of 1 to 4 levels"},
   };
   for (const Case& one : cases) {
@@ -154,7 +158,7 @@ TEST(Machine, ADescriptionMayHaveItsDeviceWithin) {
 
 TEST(Machine, NamesTheClustersThatThereAre) {
   const std::string problem = read_cluster("dgx-3").status().message();
-  EXPECT_NE(problem.find("'dgx-3'; use dgx-2, dgx-a100, dgx-h100, or the path"), std::string::npos)
+  EXPECT_NE(problem.find("'dgx-3'; use dgx-2, dgx-a100, dgx-h100, this, or the path"), std::string::npos)
       << problem;
   EXPECT_EQ(read_cluster("./none.json").status().code(), StatusCode::kIoError);
 }

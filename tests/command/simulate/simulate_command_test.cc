@@ -69,11 +69,15 @@ TEST(SimulateCommand, AnswersBadInput) {
       {{"--cluster", directory / "bad.json"}, 2, "bad.json: device is missing"},
       {{"--ranks", "9", "--tensor-parallel", "2"},
        2,
-       "--ranks is 9, which --tensor-parallel 2 does not divide"},
+       "which --tensor-parallel 2 times --pipeline-parallel 1 does not divide; use a multiple of 2"},
       {{"--cluster", "dgx-2", "--dtype", "bf16"}, 2, "V100-32 has no products in bf16"},
       {{"--stage", "0", "--layers", "400", "--hidden", "8192"}, 1, "the plan needs"},
       {{"--attention", "quick"}, 2, "use fused or plain"},
-      {{"--pipeline-parallel", "2"}, 2, "not simulated yet"},
+      {{"--ranks", "8", "--tensor-parallel", "2", "--pipeline-parallel", "3"}, 2, "use a multiple of 6"},
+      {{"--ranks", "8", "--pipeline-parallel", "8"},
+       2,
+       "pipeline-parallel is 8 and each stage needs a layer"},
+      {{"--activations", "auto"}, 2, "use keep, partition, partition+cpu or partition+nvme"},
   };
   for (const Case& one : cases) {
     const Finished finished = one.exit_code == 1 ? forebay(one.words) : with_model(one.words);

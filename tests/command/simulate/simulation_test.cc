@@ -75,10 +75,93 @@ TEST(Simulation, TheSameRequestGivesTheSameFigures) {
   SimulationRequest request = small(64, 3);
   request.options.offload = Offload::kOptimizerAndParameters;
   request.options.tier = Tier::kFile;
-  request.tensor_parallel = 2;
+  request.part.tensor_parallel = 2;
   const std::string first = simulation_json(request, value_or_throw(simulate(request)), {});
   for (int i = 0; i < 3; ++i)
     EXPECT_EQ(simulation_json(request, value_or_throw(simulate(request)), {}), first);
+}
+
+TEST(Simulation, PipelineStagesHoldThePlannedBytes) {
+  for (const int stages : {2, 4}) {
+    for (int stage = 0; stage <= 3; ++stage) {
+      SimulationRequest request = small(16, stage);
+      request.part = {.tensor_parallel = 2, .pipeline_parallel = stages};
+      request.options.micro_steps = 3;
+      const SimulationResult result = value_or_throw(simulate(request));
+      EXPECT_EQ(result.statistics.peak, result.statistics.planned) << stage;
+      EXPECT_EQ(result.statistics.peak_reserved_bytes, result.statistics.planned_reserved_bytes) << stage;
+      EXPECT_GT(seconds_of(result, "pipeline bubble"), 0);
+    }
+  }
+}
+
+// m micro-steps over p even stages take m + p - 1 turns, of which p - 1 are the bubble.
+TEST(Simulation, ThePipelineBubbleIsThatOfOneForwardOneBackward) {
+  SimulationRequest request = small(1, 0);
+  request.shape.layers = 8;
+  request.shape.vocabulary = 256;
+  request.options.micro_steps = 8;
+  request.cluster.device.kernel_seconds = request.cluster.device.queue_seconds = 0;
+  request.cluster.links[0].bytes_per_second = 1e15;
+  for (LinkDescription& link : request.cluster.links) link.latency_seconds = link.message_seconds = 0;
+  const double alone = step_seconds(request);
+  for (const int stages : {2, 4}) {
+    request.ranks = stages;
+    request.part.pipeline_parallel = stages;
+    const double turns = 8.0 + stages - 1;
+    EXPECT_NEAR(step_seconds(request) / (alone * turns / 8 / stages), 1, 0.06) << stages;
+  }
+}
+
+TEST(Simulation, ThePipelineGivesTheSameFigures) {
+  SimulationRequest request = small(32, 2);
+  request.part.pipeline_parallel = 4;
+  request.options.micro_steps = 5;
+  request.options.offload = Offload::kOptimizer;
+  const std::string first = simulation_json(request, value_or_throw(simulate(request)), {});
+  for (int i = 0; i < 5; ++i)
+    EXPECT_EQ(simulation_json(request, value_or_throw(simulate(request)), {}), first);
+}
+
+TEST(Simulation, AStageThatDoesNotFitEndsThemAll) {
+  SimulationRequest request = small(8, 0);
+  request.part.pipeline_parallel = 4;
+  request.options.micro_steps = 4;
+  request.options.memory_bytes = 600u << 20;
+  EXPECT_EQ(simulate(request).status().code(), StatusCode::kOutOfMemory);
+}
+
+TEST(Simulation, SavedActivationsLieWhereTheyArePlaced) {
+  SimulationRequest request = small(8, 1);
+  request.part.tensor_parallel = 2;
+  request.recompute_every = 1;
+  request.batch = 8;
+  const SimulationResult kept = value_or_throw(simulate(request));
+  request.activations = ActivationPlacement::kPartition;
+  const SimulationResult parted = value_or_throw(simulate(request));
+  EXPECT_GT(parted.step_seconds, kept.step_seconds);
+  request.activations = ActivationPlacement::kPartitionAndSpill;
+  const SimulationResult spilled = value_or_throw(simulate(request));
+  const std::uint64_t saved = 4 * 8 * 512 * 1024 * 2 / 2;  // Four inputs, cut over two ranks.
+  EXPECT_EQ(spilled.statistics.host_bytes - parted.statistics.host_bytes, saved);
+  EXPECT_LT(spilled.statistics.peak.activations, parted.statistics.peak.activations + saved);
+  request.cluster.bus_bytes_per_second = 1e8;
+  EXPECT_GT(step_seconds(request), 2 * spilled.step_seconds);
+  request.activation_tier = Tier::kFile;
+  EXPECT_GE(value_or_throw(simulate(request)).statistics.file_bytes, saved);
+  request.cluster.drive_write_bytes_per_second = 0;
+  EXPECT_NE(simulate(request).status().message().find("no drives for activations"), std::string::npos);
+}
+
+// The device is the host: copies, updates and links take the time of its kernels.
+TEST(Simulation, SharedProcessorsDoOneThingAtATime) {
+  SimulationRequest request = small(2, 1);
+  request.options.offload = Offload::kOptimizer;
+  request.cluster.links[0].processor_seconds_per_byte = 1e-9;
+  const double apart = step_seconds(request);
+  request.cluster.shared_processors = true;
+  EXPECT_GT(step_seconds(request), apart);
+  EXPECT_NEAR(value_or_throw(simulate(request)).compute_busy, 1, 0.2);
 }
 
 // Compute alone: the step of one rank without launches is the time of its products and passes.
@@ -225,7 +308,7 @@ TEST(Simulation, SaysWhatDoesNotFit) {
   EXPECT_EQ(status.code(), StatusCode::kOutOfMemory);
   EXPECT_NE(status.message().find("the plan needs"), std::string::npos) << status.message();
   request = small(3, 0);
-  request.tensor_parallel = 2;
+  request.part.tensor_parallel = 2;
   EXPECT_EQ(simulate(request).status().code(), StatusCode::kInvalidArgument);
   request = small(8, 0);
   request.cluster = value_or_throw(read_cluster("dgx-2"));

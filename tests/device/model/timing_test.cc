@@ -5,6 +5,8 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <thread>
+#include <utility>
 #include <vector>
 
 #include "forebay/error.h"
@@ -212,6 +214,52 @@ TEST_F(ModelBackendTiming, TheSameCallsTakeTheSameTime) {
   const nanoseconds first = run();
   EXPECT_GT(first, nanoseconds(0));
   for (int i = 0; i < 3; ++i) EXPECT_EQ(run(), first);
+}
+
+// Two backends on one clock, each on a thread: the second one's work waits for the first one's signal, while
+// its other stream goes on.
+TEST(ModelSignalTest, IsReachedWhenTheOtherBackendAnnouncesIt) {
+  HostClock clock(HostClock::Mode::kVirtual);
+  Timing timing;
+  const auto signal = std::make_shared<ModelSignal>(clock);
+  const auto open = [&] {
+    return value_or_throw(ModelBackend::create({.timing = &timing, .clock = &clock}));
+  };
+  const auto ms = [&] { return std::chrono::duration<double, std::milli>(clock.now()).count(); };
+  HostClock::Registration registrations[] = {HostClock::Registration(clock), HostClock::Registration(clock)};
+  double received = 0;
+  double other = 0;
+  std::thread sender([&, registration = std::move(registrations[0])]() mutable {
+    registration.adopt();
+    const HostClock::Registration held = std::move(registration);
+    const std::unique_ptr<ModelBackend> backend = open();
+    const Stream stream = value_or_throw(backend->stream_create());
+    throw_if_error(backend->work(compute(7), stream));
+    throw_if_error(backend->call_host(
+        stream, [](void* given) { static_cast<ModelSignal*>(given)->announce(); }, signal.get()));
+    throw_if_error(backend->stream_destroy(stream));
+  });
+  std::thread receiver([&, registration = std::move(registrations[1])]() mutable {
+    registration.adopt();
+    const HostClock::Registration held = std::move(registration);
+    const std::unique_ptr<ModelBackend> backend = open();
+    const Stream waiting = value_or_throw(backend->stream_create());
+    const Stream beside = value_or_throw(backend->stream_create());
+    throw_if_error(backend->wait_for(signal, "recv", waiting));
+    throw_if_error(backend->work(compute(3), waiting));
+    throw_if_error(backend->work(compute(2), beside));
+    throw_if_error(backend->stream_synchronize(beside));
+    other = ms();
+    throw_if_error(backend->stream_synchronize(waiting));
+    received = ms();
+    throw_if_error(backend->wait_for(signal, "recv", waiting));  // Announced already.
+    throw_if_error(backend->stream_destroy(waiting));
+    throw_if_error(backend->stream_destroy(beside));
+  });
+  sender.join();
+  receiver.join();
+  EXPECT_DOUBLE_EQ(other, 2);
+  EXPECT_DOUBLE_EQ(received, 10);
 }
 
 }  // namespace

@@ -13,6 +13,7 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -74,13 +75,28 @@ struct ModelStreamTime {
   std::chrono::nanoseconds time{0};
 };
 
+// A moment in virtual time that another thread on the same clock announces, such as the arrival of a message.
+// Threads: any.
+class ModelSignal {
+ public:
+  explicit ModelSignal(HostClock& clock) : clock_(clock) {}
+  // Work that waits for it goes on. Requires: the calling thread does not hold the clock's mutex.
+  void announce();
+  bool is_announced() const noexcept { return announced_.load(std::memory_order_acquire); }
+
+ private:
+  HostClock& clock_;
+  std::atomic<bool> announced_{false};  // Changes with the clock's mutex held.
+};
+
 struct ModelBackendOptions {
   std::string name = "model";                       // Appears in messages.
   std::size_t memory_bytes = std::size_t{1} << 40;  // The device budget.
   std::size_t granularity = 2u << 20;               // Bytes; a power of two of at least 512.
   std::size_t queue_limit = 4096;  // Operations kept on one stream; queueing more runs the oldest first.
   // Null: nothing takes time. Otherwise one thread at a time calls the backend, and `clock` is a virtual
-  // clock. Neither is owned; both outlive the backend.
+  // clock. Several backends may share the clock, each on a registered thread of its own. Neither is owned;
+  // both outlive the backend.
   const ModelTiming* timing = nullptr;
   HostClock* clock = nullptr;
 };
@@ -102,6 +118,8 @@ class ModelBackend : public Backend {
   const ModelTiming* timing() const noexcept { return timing_; }
   // Queues work that takes its time and does nothing else: a kernel, or a transfer over a network.
   virtual Status work(const ModelWork& work, Stream stream) = 0;
+  // The stream waits for the signal. `name` has static storage.
+  virtual Status wait_for(std::shared_ptr<const ModelSignal> signal, const char* name, Stream stream) = 0;
   // The caller takes this time: in a host function, its stream; otherwise the host's thread, while streams go
   // on.
   virtual void spend(const ModelWork& work) = 0;
