@@ -25,7 +25,7 @@ struct ComparisonChoices {
   std::vector<int> recompute;
   std::vector<int> tensor_parallel;
   std::vector<int> pipeline_parallel;
-  std::vector<ActivationChoice> activations;  // Of recomputed layers.
+  std::vector<ActivationChoice> activations;  // For recomputed layers.
   std::vector<std::uint64_t> batches;         // Sequences of a micro-step.
   std::vector<std::uint64_t> buckets;
   std::vector<int> groups;  // All-reduce groups; 1: none.

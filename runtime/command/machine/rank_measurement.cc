@@ -180,7 +180,7 @@ class RankBench {
   Backend& backend_;
   const std::unique_ptr<Kernels> kernels_;
   const Stream stream_;
-  const std::chrono::nanoseconds duration_;  // Of each measurement.
+  const std::chrono::nanoseconds duration_;  // Each measurement's.
 };
 
 // A rank's answer to the parent.

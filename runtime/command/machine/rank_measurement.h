@@ -21,7 +21,7 @@ struct RankMeasurement {
   double copy_bytes_per_second = 0;  // From pinned memory to the device.
   // The link, by all-gathers. 0 for one rank.
   double link_bytes_per_second = 0;
-  double link_latency_seconds = 0;             // Of one hop.
+  double link_latency_seconds = 0;             // One hop's.
   double link_processor_seconds_per_byte = 0;  // User and system, for each byte received from another rank.
   double control_seconds = 0;                  // One hop of a control operation.
 };

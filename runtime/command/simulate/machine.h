@@ -35,7 +35,7 @@ struct LinkDescription {
   int ranks_per_link = 1;
   double latency_seconds = 0;
   double message_seconds = 0;
-  double processor_seconds_per_byte = 0;  // Of the device's compute time, where processors are shared.
+  double processor_seconds_per_byte = 0;  // Compute time of the device, where processors are shared.
 };
 
 struct ClusterDescription {

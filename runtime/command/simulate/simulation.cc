@@ -444,7 +444,7 @@ class SimulatedRank {
   const SimulationRequest& request_;
   const ShardingOptions& options_;
   const ModelPart part_;
-  const LayerRange layers_;  // Of this pipeline stage.
+  const LayerRange layers_;  // This pipeline stage's.
   HostClock& clock_;
   const RankGrid grid_;
   const ClusterTiming timing_;

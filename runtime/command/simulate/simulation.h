@@ -26,7 +26,7 @@ struct SimulationRequest {
   ActivationPlacement activations = ActivationPlacement::kKeep;  // Not kAuto.
   Tier activation_tier = Tier::kPinned;
   bool fused_attention = true;
-  // Of each pipeline stage. None: by the formulas of `forebay plan`.
+  // By pipeline stage. None: by the formulas of `forebay plan`.
   std::optional<std::uint64_t> activation_bytes;
   ClusterDescription cluster;
   bool with_timeline = false;
@@ -53,7 +53,7 @@ struct SimulationResult {
   double peak_flops = 0;              // The device, a second.
   std::vector<SimulatedTime> times;   // They add up to the step.
   std::uint64_t parameters = 0;       // The whole model's.
-  int pipeline_stage = 0;             // Of these figures: the one that needs most memory.
+  int pipeline_stage = 0;             // The one that needs most memory; the figures are its own.
   EngineStatistics statistics;
   std::uint64_t sent_bytes_per_step = 0;  // To the data-parallel ranks.
   std::uint64_t device_bytes = 0;         // The budget.

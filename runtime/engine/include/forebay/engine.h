@@ -494,25 +494,25 @@ class Engine {
   // earlier steps, `keep` in all. With EngineOptions::grid all ranks that give the same directory save one
   // state of the whole model, with rank 0's `trainer_state`; parts of the grid that give directories of their
   // own save their parts alone.
-  // Order:  collective.
+  // Order: collective.
   // Errors: kIoError, on all ranks; the engine goes on.
   void save_state(const std::string& directory, const std::string& trainer_state, int keep = 1);
   // The same, while training goes on. This call queues a copy of the values to pinned host memory and
   // returns. The next update waits for the copy; a thread writes it, and gives the state its name when the
   // files of all ranks are there. The engine's end waits for the thread. A save that was begun earlier is
   // ended first; its error is thrown, and then nothing is begun. Requires: EngineOptions::save_async.
-  // `directory` is one that all ranks see. Order:    collective.
+  // `directory` is one that all ranks see. Order: collective.
   void save_state_begin(const std::string& directory, const std::string& trainer_state, int keep = 1);
   // Waits until the state that was begun has its name. Without one it has no effect. save_state() and
   // load_state() do the same first.
-  // Order:  collective.
+  // Order: collective.
   // Errors: kIoError, on all ranks: the state was not saved. The engine goes on.
   void save_state_end();
   // Loads the latest whole state, or that of attempted step `step`, at any number of ranks, ZeRO stage, dtype
   // and grid; returns trainer_state. Each rank reads its own part. The masters are those that were saved, bit
   // for bit. A moment that was not saved, because the parameter was frozen or the state has weights alone, is
   // zero.
-  // Order:  collective.
+  // Order: collective.
   // Errors: kIoError (none there), kCorruption (truncated or changed), kInvalidArgument (another model). The
   //         values are undefined then.
   std::string load_state(const std::string& directory, std::optional<std::uint64_t> step = {});

@@ -32,8 +32,8 @@ struct Experts {
 struct LatentAttention {
   std::uint64_t query_rank = 0;  // 0: queries come from the hidden state.
   std::uint64_t key_value_rank = 0;
-  std::uint64_t rotary_dimension = 0;  // Of a head, besides head_dimension.
-  std::uint64_t value_dimension = 0;   // Of a head.
+  std::uint64_t rotary_dimension = 0;  // A head's, besides head_dimension.
+  std::uint64_t value_dimension = 0;   // A head's.
 };
 
 // The numbers of a transformer. 0 stands for the default in the comment of the field.
