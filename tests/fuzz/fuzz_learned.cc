@@ -46,7 +46,7 @@ internal::LearnedPlacements pick_placements(Picker& picker) {
     internal::LearnedPlacement one;
     one.bytes = (1 + picker.pick(1024)) * kBlockGranule;
     one.live_bytes = live;
-    one.region = picker.pick(8) == 0 ? 0 : 1;
+    one.kind = (picker.pick(8) == 0 ? 0 : 2) + 1;  // The region, and the same stream as before.
     const auto at =
         learned.mappings.empty()
             ? 0
@@ -86,7 +86,7 @@ class Job {
       while (live_ > one.live_bytes && !blocks_.empty()) free_last();
       AllocationRequest request;
       request.bytes = one.bytes;
-      request.region = one.region == 0 ? Region::kPersistent : Region::kTransient;
+      request.region = one.kind < 2 ? Region::kPersistent : Region::kTransient;
       const Result<DevicePtr> address = arena_->allocate(request);
       if (address.ok()) take(address.value(), one.bytes);
     }
