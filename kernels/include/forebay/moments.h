@@ -8,6 +8,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "forebay/language.h"
+
 namespace forebay {
 
 // How m and v are kept between steps. With every format, a step widens them to fp32, computes in fp32 as

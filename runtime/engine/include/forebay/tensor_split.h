@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "forebay/language.h"
+
 namespace forebay {
 
 // One rank's part of a tensor in row-major order. One dimension is divided into `sections` of equal length,
