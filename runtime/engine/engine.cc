@@ -490,7 +490,7 @@ EngineStatistics Engine::statistics() {
     if (impl.phase != Impl::Phase::kFailed) {
       impl.engine_stream.synchronize();
       impl.settle_updates();
-      impl.must(impl.updater->wait_for_read_ahead());
+      impl.updater->wait_for_read_ahead();
     }
   }
   const Traffic traffic = impl.traffic();

@@ -230,7 +230,7 @@ class Simulations(unittest.TestCase):
         self.assertRegex(str(with_changes), "pinned host memory, GiB.*\n  would help")
 
     def test_mistakes_are_named_as_options_of_python(self):
-        with self.assertRaisesRegex(forebay.InvalidArgument, "ranks is 3, which tensor_parallel 2 does not divide"):
+        with self.assertRaisesRegex(forebay.InvalidArgument, "ranks is 3, which tensor_parallel 2 times pipeline_parallel 1 does not divide"):
             forebay.simulate(GPT2, ranks=3, tensor_parallel=2)
         with self.assertRaisesRegex(forebay.InvalidArgument, "there is no option overlap"):
             forebay.simulate(GPT2, overlap=True)

@@ -378,7 +378,7 @@ void Engine::swap_average() {
   if (impl.format_of(StateField::kMaster) != MomentFormat::kFloat32) {
     impl.misuse(
         "swap_average() without master weights, which would round the average to bf16 for good; set "
-        "EngineOptions::master_weights, or read get_average()");
+        "EngineOptions::master_weights");
   }
   const Impl::OtherTraffic other(impl);
   std::vector<float> masters, averages;

@@ -55,8 +55,10 @@ class Updater : private StepPart {
 
   // Forgets states read ahead, because the caller changes them. Requires: synchronize(), files.
   void drop_read_ahead() { pass_->drop(); }
-  // Waits for the parts that are read ahead. Errors: the store's.
-  Status wait_for_read_ahead() { return pass_ != nullptr ? pass_->wait_for_reads() : Status(); }
+  // Waits for the parts that are read ahead. The next update reports a read that failed, on every rank.
+  void wait_for_read_ahead() {
+    if (pass_ != nullptr) pass_->wait_for_reads();
+  }
 
   // Offloaded units only.
   const EngineStream& host_stream() const { return host_stream_; }
