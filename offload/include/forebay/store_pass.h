@@ -64,8 +64,8 @@ class StorePass {
   Status done(bool write);
   // Waits until all ended parts are written; reads go on. Errors: the store's.
   Status finish();
-  // Waits for the reads under way, so that the store's statistics have all bytes of them. The next read() or
-  // done() reports one that failed. Order: as drop().
+  // Waits for the reads under way, so that the store's statistics have all bytes of them. next() or done()
+  // reports a read that failed. Order: as drop().
   void wait_for_reads();
   // Forgets parts that were read ahead, because others change them. The next begin() reads them again.
   void drop() noexcept;
