@@ -14,6 +14,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <cstdlib>
@@ -245,9 +246,16 @@ class Worker {
     open_all();
     for (auto& lane : lanes_) lane->synchronize();
   }
-  // Called when all threads have ended and all blocks without an owner are freed, so that there is room.
+  // Called when all threads have ended and all blocks without an owner are freed. A try may only record the
+  // event that the next one finds completed; then there is room.
   void finish() {
-    if (paused_) stage_.must(stage_.arena.resume(tag_));
+    if (!paused_) return;
+    Status resumed = stage_.arena.resume(tag_);
+    for (int tries = 0; tries < 1000 && resumed.code() == StatusCode::kOutOfMemory; ++tries) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      resumed = stage_.arena.resume(tag_);
+    }
+    stage_.must(resumed);
     paused_ = false;
   }
 
