@@ -24,7 +24,7 @@ def scaling(program, common, experiment):
     throughputs = []
     for ranks in experiment["ranks"]:
         words = common + experiment["arguments"] + ["--ranks", str(ranks)]
-        batch = answer([program, "plan", "--largest", "--json", "--memory", "32GB"] + words)["stages"][0]["batch"]
+        batch = answer([program, "plan", "--largest", "--json", "--memory", "32GB", "--attention", "plain"] + words)["stages"][0]["batch"]
         words += ["--cluster", "dgx-2", "--attention", "plain", "--batch", str(batch)]
         speed = answer([program, "simulate", "--json", "--no-changes"] + words)["tflops_per_device"]
         print(f"    {ranks} GPUs: batch {batch} of a rank, {speed:.1f} TFLOP/s of a GPU")
@@ -36,7 +36,7 @@ def measure(program, common, experiment):
     if experiment["kind"] == "scaling":
         return experiment["ranks"][-1] / experiment["ranks"][0], scaling(program, common, experiment), "times as fast (paper: more)"
     if experiment["kind"] == "largest":
-        found = answer([program, "plan", "--largest", "--json", "--host-ranks", "0", "--layers", "1"] + common +
+        found = answer([program, "plan", "--largest", "--json", "--attention", "plain", "--layers", "1"] + common +
                        experiment["arguments"])
         return experiment["paper_billion"], found["stages"][0]["parameters"] / 1e9, "billion parameters"
     found = answer([program, "simulate", "--json", "--no-changes"] + common + experiment["arguments"])

@@ -42,6 +42,15 @@ void add_activation_options(CLI::App& command, ActivationArguments& arguments) {
        "Where the inputs of recomputed layers wait for the backward pass: keep, whole on each device; "
        "partition, a slice on each tensor-parallel rank; partition+cpu or partition+nvme, the slice in host "
        "memory or files; auto, the first that --memory has room for");
+  text("--attention", arguments.attention, "fused|plain",
+       "fused: one kernel that keeps no scores. plain: scores in memory, as before 2022")
+      ->capture_default_str();
+}
+
+Result<bool> read_fused_attention(const std::string& attention) {
+  if (attention != "fused" && attention != "plain")
+    return refuse("--attention is '" + attention + "'; use fused or plain");
+  return attention == "fused";
 }
 
 Result<ActivationRequest> read_activations(const ActivationArguments& arguments) {

@@ -16,6 +16,7 @@ struct ActivationArguments {
   std::int64_t pipeline_parallel = 1;
   std::string recompute;  // Empty: "block" where a placement was given, otherwise "none".
   std::string placement;  // Empty: "keep".
+  std::string attention = "fused";
   const CLI::Option* tensor_parallel_option = nullptr;
   const CLI::Option* pipeline_parallel_option = nullptr;
 
@@ -24,6 +25,9 @@ struct ActivationArguments {
 
 // Requires: `arguments` outlives the parsing.
 void add_activation_options(CLI::App& command, ActivationArguments& arguments);
+
+// Errors: kInvalidArgument unless it is "fused" or "plain".
+Result<bool> read_fused_attention(const std::string& attention);
 
 // The placement, the recomputed layers, and the part of pipeline stage 0; the caller fills in the model.
 // Errors: kInvalidArgument naming the option and its allowed values.

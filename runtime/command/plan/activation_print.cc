@@ -130,8 +130,10 @@ std::string activation_text(const ActivationReport& report) {
   text += recompute_text(report) + "\n";
   text += blocks.recompute_every == 0 ? "kept by all layers:\n" : "if nothing were recomputed:\n";
   text += line("ZeRO's count", formulas.zero_all, "12hbsL e");
-  text += line("Korthikanti's", formulas.all, "sbh(10 + 24/t + 5as/(ht))L");
-  text += line("  with sequence parallelism", formulas.all_sequence_parallel, "sbh(34 + 5as/h)L/t");
+  const bool scores = blocks.keeps_scores;
+  text += line("Korthikanti's", formulas.all, scores ? "sbh(10 + 24/t + 5as/(ht))L" : "sbh(10 + 24/t)L");
+  text += line("  with sequence parallelism", formulas.all_sequence_parallel,
+               scores ? "sbh(34 + 5as/h)L/t" : "34sbhL/t");
   text += line("  and attention recomputed", formulas.selective, "34sbhL/t");
   text +=
       line("  without scores, masks, as forebay-gpt", formulas.without_scores_and_masks, "sbh e(4 + 12/t)L");

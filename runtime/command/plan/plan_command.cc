@@ -142,6 +142,7 @@ Status read_kept(const PlanArguments& arguments, const PlanBudget& budget, PlanR
   wanted.shape = *request->shape;
   wanted.batch = request->batch;
   wanted.sequence = request->sequence;
+  wanted.fused_attention = request->fused_attention;
   wanted.micro_steps = request->options.micro_steps;
   wanted.dtype = request->options.dtype;
   if (wanted.placement == ActivationPlacement::kAuto &&
@@ -246,6 +247,7 @@ Status plan(const PlanArguments& arguments, bool* holds) {
   PlanBudget budget;
   std::string description;
   std::optional<ActivationRequest> kept;
+  FOREBAY_ASSIGN_OR_RETURN(request.fused_attention, read_fused_attention(arguments.activations.attention));
   if (arguments.activations.given()) {
     FOREBAY_ASSIGN_OR_RETURN(kept, read_activations(arguments.activations));
     request.part = kept->part;

@@ -24,11 +24,11 @@ std::string cell(std::uint64_t bytes, bool alone) {
   return alone ? grouped(bytes) + " B" + padded_left(format_bytes(bytes), 14) : format_bytes(bytes);
 }
 
-// Why a cell is empty: a convention that leaves the pool out, or a shape that was not given.
+// A pool that the convention leaves out or that needs the shape, or a sum without it.
 std::string unknown(const PlanReport& report, std::optional<std::uint64_t> PlanFigures::*member) {
-  const bool of_total = member == &PlanFigures::gathered || member == &PlanFigures::total;
-  const bool counted = report.preset == Preset::kForebay || (of_total && !report.bytes.total);
-  return counted ? "needs the shape" : "not counted";
+  const bool of_sum = member == &PlanFigures::total ||
+                      (member == &PlanFigures::reserved && report.preset == Preset::kForebay);
+  return of_sum ? ">= " + format_bytes(report.bytes.known()) : "not counted";
 }
 
 class Table {
@@ -95,7 +95,7 @@ void add_below_device(Table& table, const std::vector<PlanReport>& reports) {
     table.row(label, [&, member](const PlanReport& report) { return cell(member(report), table.alone()); });
   };
   table.row("units on the device", [](const PlanReport& report) {
-    if (!report.device_units) return std::string("needs the shape");
+    if (!report.device_units) return std::string("not counted");
     return std::to_string(*report.device_units) + " of " + std::to_string(report.units);
   });
   table.row("\npinned, on the host", [](const PlanReport&) { return std::string(); });
@@ -186,7 +186,7 @@ std::string verdict_text(const std::vector<PlanReport>& reports, const PlanBudge
   if (best != nullptr) {
     return "fits: " + stage_label(*best) + " on " + ranks_text(*best) + " of " + memory + " with " +
            format_bytes(budget.memory_bytes - best->bytes.needed()) + " to spare" +
-           (best->bytes.total ? "" : ", less the parts that need the shape") + "\n";
+           (best->bytes.total ? "" : ", less what is not counted") + "\n";
   }
   if (nearest->bytes.needed() <= budget.memory_bytes)
     return "does not fit into this host; see the end for the limits\n";
@@ -300,6 +300,7 @@ std::string plan_text(const std::vector<PlanReport>& reports, const std::vector<
               [&](const PlanReport& report) { return cell(report.evaluation.sent, table.alone()); });
   }
   text += table.take();
+  if (!first.bytes.total) text += "\n>=: without the parts that are not counted";
 
   text += psi_text(first) +
           (options.in_groups() ? "; G: ranks of a group, " + std::to_string(options.group) : "") + "\n";

@@ -338,7 +338,10 @@ Status fill_forebay(const PlanRequest& request, const ModelShape* model, PlanRep
         (request.activation_bytes ? "saved inputs as planned below, and else " : "") +
         "an estimate by Korthikanti's count of the tensors that layers keep (arXiv 2205.05198)" +
         (request.activation_bytes ? "" : ", nothing recomputed") +
-        ": with attention scores and dropout masks, without embedding, logits, gradients and workspaces; "
+        (request.fused_attention
+             ? ": with dropout masks, without the scores of attention (--attention plain counts them), "
+             : ": with attention scores and dropout masks, without ") +
+        "embedding, logits, gradients and workspaces; "
         "forebay-gpt keeps other tensors, in fp32 for every --dtype, and goes by its own exact plan, made "
         "before step 1 (--memory is held against it, --report has it)");
     return Status();
@@ -504,10 +507,12 @@ Result<PlanReport> make_plan_report(const PlanRequest& request) {
   const Scale scale{report.parameters, static_cast<std::uint64_t>(request.options.ranks)};
 
   if (request.shape && request.preset == Preset::kForebay) {
-    FOREBAY_ASSIGN_OR_RETURN(const std::uint64_t estimate,
-                             estimate_activation_bytes(*request.shape, {.batch = request.batch,
-                                                                        .sequence = request.sequence,
-                                                                        .dtype = request.options.dtype}));
+    FOREBAY_ASSIGN_OR_RETURN(
+        const std::uint64_t estimate,
+        estimate_activation_bytes(*request.shape, {.batch = request.batch,
+                                                   .sequence = request.sequence,
+                                                   .dtype = request.options.dtype,
+                                                   .fused_attention = request.fused_attention}));
     report.bytes.activations = request.activation_bytes.value_or(estimate);
   }
   if (request.shape && request.preset == Preset::kPaper) {

@@ -35,6 +35,7 @@ struct PlanRequest {
   std::optional<TransformerShape> shape;
   std::uint64_t batch = 1;
   std::uint64_t sequence = 0;  // For the activations; 0: the shape's positions.
+  bool fused_attention = false;
   // Replaces the estimate if the placement of activations is known (activation_report.h). Preset forebay.
   std::optional<std::uint64_t> activation_bytes;
   PlanOptions options;  // `ranks` are the data-parallel ones; the others follow from `part`.

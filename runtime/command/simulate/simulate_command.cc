@@ -23,7 +23,6 @@ struct SimulateArguments {
   std::string cluster = "dgx-h100";
   std::int64_t ranks = 0;  // 0: one host.
   ShardingArguments<CLI::App> sharding;
-  std::string attention = "fused";
   std::string activation_bytes;
   std::string timeline;
   bool json = false;
@@ -62,9 +61,7 @@ Status read_request(const SimulateArguments& arguments, SimulationRequest* reque
   FOREBAY_RETURN_IF_ERROR(arguments.sharding.read(request->options));
   if (!arguments.sharding.given("dtype") && !request->cluster.device.flops.contains(request->options.dtype))
     request->options.dtype = DataType::kFloat16;
-  if (arguments.attention != "fused" && arguments.attention != "plain")
-    return refuse("--attention is '" + arguments.attention + "'; use fused or plain");
-  request->fused_attention = arguments.attention == "fused";
+  FOREBAY_ASSIGN_OR_RETURN(request->fused_attention, read_fused_attention(arguments.activations.attention));
   if (!arguments.activation_bytes.empty())
     FOREBAY_RETURN_IF_ERROR(
         read_bytes("activation-bytes", arguments.activation_bytes, &request->activation_bytes.emplace()));
@@ -121,10 +118,6 @@ void add_simulate_command(CLI::App& app, Action& action) {
                        ->group(kRanksHeading);
   add_activation_options(*command, a.activations);
   a.sharding.add(*command, kPlanProgram, {.dtype = DataType::kBfloat16});
-  add_value(*command, "--attention", a.attention, "fused|plain",
-            "fused: one kernel that keeps no scores. plain: scores in memory, as before 2022")
-      ->capture_default_str()
-      ->group("Activations");
   add_value(*command, "--activation-bytes", a.activation_bytes, "BYTES",
             "Device memory of activations, where a trainer knows it")
       ->default_str("the formulas of forebay plan")

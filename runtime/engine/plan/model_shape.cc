@@ -332,7 +332,8 @@ Result<std::uint64_t> estimate_activation_bytes(const TransformerShape& shape,
     score_mask_bytes = 0;
   }
   const std::uint64_t width = element_bytes(options.dtype);
-  const std::uint64_t scores = full.heads * (score_elements * width + score_mask_bytes);
+  const std::uint64_t scores =
+      options.fused_attention ? 0 : full.heads * (score_elements * width + score_mask_bytes);
   const std::uint64_t per_token = elements * width + mask_bytes;
 
   constexpr std::uint64_t kLimit = std::uint64_t{1} << 62;

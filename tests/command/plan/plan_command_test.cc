@@ -6,6 +6,7 @@
 #include <array>
 #include <cstdio>
 #include <nlohmann/json.hpp>
+#include <regex>
 #include <string>
 
 namespace {
@@ -79,7 +80,27 @@ TEST(PlanCommand, SaysNullForWhatACountCannotTell) {
   const Json bytes = Json::parse(outcome.output).at("bytes_per_rank");
   for (const char* name : {"gathered", "activations", "reserved", "total"})
     EXPECT_TRUE(bytes.at(name).is_null());
-  EXPECT_NE(plan("--parameters 124M --ranks 4 --stage 3").output.find("needs the shape"), std::string::npos);
+  const std::string text = plan("--parameters 124M --ranks 4 --stage 3").output;
+  EXPECT_TRUE(std::regex_search(text, std::regex("\\nactivations +not counted\\n= total +>= \\d"))) << text;
+}
+
+TEST(PlanCommand, CountsScoresOnlyOfPlainAttention) {
+  const std::string options = std::string(kShape) + "--stage 3 --dtype bf16 --batch 2 --json";
+  const auto activations = [&](const std::string& more) {
+    const Outcome outcome = plan(options + more);
+    EXPECT_EQ(outcome.exit_code, 0) << outcome.output;
+    return Json::parse(outcome.output).at("bytes_per_rank").at("activations").get<std::uint64_t>();
+  };
+  EXPECT_EQ(activations(" --attention fused"), activations(""));
+  // A softmax before and after dropout, and its mask: 5 bytes a score.
+  const std::uint64_t scores = activations(" --attention plain") - activations("");
+  EXPECT_EQ(scores % 5, 0u);
+  EXPECT_GT(scores, 0u);
+  const std::uint64_t again =
+      activations(" --recompute block --attention plain") - activations(" --recompute block");
+  EXPECT_GT(again, 0u);
+  EXPECT_LT(again, scores);
+  EXPECT_NE(plan(options + " --attention flash").output.find("use fused or plain"), std::string::npos);
 }
 
 TEST(PlanCommand, KnowsGroups) {
@@ -220,7 +241,7 @@ struct BadInput {
 // The figures of the ZeRO paper and of Korthikanti et al. for 1.5 billion parameters at batch 32.
 TEST(PlanCommand, ReproducesTheActivationsOfThePapers) {
   const std::string shape =
-      "--layers 48 --hidden 1600 --heads 25 --sequence 1024 --batch 32 --stage 1 --json ";
+      "--layers 48 --hidden 1600 --heads 25 --sequence 1024 --batch 32 --stage 1 --attention plain --json ";
   const auto activations = [&](const std::string& options) {
     const Outcome outcome = plan(shape + options);
     EXPECT_EQ(outcome.exit_code, 0) << outcome.output;
@@ -261,7 +282,7 @@ TEST(PlanCommand, ReproducesTheActivationsOfThePapers) {
 TEST(PlanCommand, RecomputesOneLayerOfEverySoMany) {
   const std::string shape =
       "--layers 8 --hidden 256 --heads 8 --sequence 128 --batch 4 --dtype fp32 --ranks 2 --tensor-parallel 2 "
-      "--stage 2 --activations partition --memory 80MiB --host-ranks 0 --recompute ";
+      "--stage 2 --activations partition --memory 80MiB --attention plain --recompute ";
   const std::uint64_t sbh = 128 * 4 * 256;
   const std::uint64_t layer = (4 * 4 + 2) * sbh + (12 * 4 * sbh + 9ull * 8 * 128 * 128 * 4) / 2;
   const auto device = [&](const std::string& every) {
@@ -290,7 +311,7 @@ TEST(PlanCommand, RecomputesOneLayerOfEverySoMany) {
 TEST(PlanCommand, SaysWhoseEstimateActivationsAre) {
   const std::string shape =
       "--layers 8 --hidden 256 --heads 8 --sequence 128 --batch 4 --dtype fp32 --ranks 2 --tensor-parallel 2 "
-      "--stage 2 --host-ranks 0 ";
+      "--stage 2 --attention plain ";
   const char* const estimate = "an estimate by Korthikanti's count of the tensors that layers keep";
   const char* const judged = "activations among them are an estimate";
   const std::string none = plan(shape + "--recompute none --memory 200MiB").output;
@@ -313,7 +334,7 @@ TEST(PlanCommand, RecomputesTheSameLayersInAPipeline) {
   const Outcome outcome = plan(
       "--layers 8 --hidden 256 --heads 8 --sequence 128 --batch 4 --dtype fp32 --pipeline-parallel 4 --stage "
       "1 "
-      "--micro-steps 8 --recompute every:3 --host-ranks 0 --json");
+      "--micro-steps 8 --recompute every:3 --attention plain --json");
   ASSERT_EQ(outcome.exit_code, 0) << outcome.output;
   const std::uint64_t sbh = 128 * 4 * 256;
   const std::uint64_t input = 4 * sbh;
