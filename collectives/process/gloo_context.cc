@@ -1,11 +1,12 @@
 #include "collectives/process/gloo_context.h"
 
+#include <fcntl.h>
 #include <gloo/transport/tcp/context.h>
 #include <gloo/transport/tcp/pair.h>
-#include <linux/filter.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
+#include <unistd.h>
 
 #include <cstdlib>
 #include <cstring>
@@ -37,14 +38,14 @@ static_assert(sizeof(tcp::Pair) == kLibraryPairBytes);
 
 #ifdef FOREBAY_GLOO_DEVICE_LISTENS
 // Gloo since 2023: each device listens at a port until it ends, and its pairs wait there for connections that
-// name them. Nothing is connected through that port here, so the kernel drops every packet to it.
+// name them. Nothing is connected through that port here, so it is closed at once.
 class QuietDevice final : public tcp::Device {
  public:
   using tcp::Device::Device;
 
   static std::shared_ptr<tcp::Device> create(const tcp::attr& attributes) {
     const auto device = make<QuietDevice>(attributes);
-    device->drop_connections();
+    device->close_port();
     return device;
   }
 
@@ -59,7 +60,20 @@ class QuietDevice final : public tcp::Device {
     }
   }
 
-  void drop_connections() {
+  // Gloo unregisters and closes the descriptor when the device ends, so an eventfd that never fires takes its
+  // place.
+  void close_port() {
+    const Descriptor silent(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+    if (!silent.valid()) throw std::system_error(errno, std::generic_category(), "eventfd");
+    const int port = listening_descriptor();
+    unregisterDescriptor(port, nullptr);
+    if (dup3(silent.number(), port, O_CLOEXEC) < 0) {
+      throw std::system_error(errno, std::generic_category(), "dup3 over the port of Gloo's device");
+    }
+    registerDescriptor(port, 0, nullptr);
+  }
+
+  int listening_descriptor() {
     const tcp::Address address = nextAddress();
     for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
       const int descriptor = std::atoi(entry.path().filename().c_str());
@@ -68,16 +82,10 @@ class QuietDevice final : public tcp::Device {
       if (getsockopt(descriptor, SOL_SOCKET, SO_ACCEPTCONN, &listens, &size) != 0 || listens == 0) continue;
       sockaddr_storage own{};
       size = sizeof(own);
-      if (getsockname(descriptor, reinterpret_cast<sockaddr*>(&own), &size) != 0 ||
-          std::memcmp(&own, &address.getSockaddr(), size) != 0) {
-        continue;
+      if (getsockname(descriptor, reinterpret_cast<sockaddr*>(&own), &size) == 0 &&
+          std::memcmp(&own, &address.getSockaddr(), size) == 0) {
+        return descriptor;
       }
-      sock_filter drop{BPF_RET | BPF_K, 0, 0, 0};
-      const sock_fprog program{1, &drop};
-      if (setsockopt(descriptor, SOL_SOCKET, SO_ATTACH_FILTER, &program, sizeof(program)) != 0) {
-        throw std::system_error(errno, std::generic_category(), "a filter for the port of Gloo's device");
-      }
-      return;
     }
     throw std::runtime_error("the port of Gloo's device is not among the descriptors of /proc/self/fd");
   }

@@ -7,6 +7,7 @@
 #include <sys/stat.h>
 
 #include <cstdio>
+#include <cstdlib>
 #include <deque>
 #include <filesystem>
 #include <fstream>
@@ -242,6 +243,28 @@ TEST_F(GlooCommunicator, ListensWhereItIsTold) {
           .status();
   EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
   EXPECT_NE(status.message().find("no-such-0"), std::string::npos) << status.message();
+}
+
+int listening_sockets() {
+  int found = 0;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+    int listens = 0;
+    socklen_t size = sizeof(listens);
+    const int descriptor = std::atoi(entry.path().filename().c_str());
+    if (getsockopt(descriptor, SOL_SOCKET, SO_ACCEPTCONN, &listens, &size) == 0) found += listens;
+  }
+  return found;
+}
+
+TEST_F(GlooCommunicator, ConnectedRanksListenNowhere) {
+  const int before = listening_sockets();
+  const TemporaryDirectory store;
+  const std::vector<Status> results = join_all(store.path(), 3, [&](Member& member, int) {
+    EXPECT_TRUE(member.communicator().barrier().ok());
+    EXPECT_EQ(listening_sockets(), before);
+    EXPECT_TRUE(member.communicator().barrier().ok());
+  });
+  for (const Status& result : results) EXPECT_TRUE(result.ok()) << result.to_string();
 }
 
 TEST_F(GlooCommunicator, RefusesToListenAtAllAddresses) {
