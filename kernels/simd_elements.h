@@ -189,15 +189,31 @@ HWY_INLINE FloatVector divide_by_s2(const AdamWVectors& c, FloatVector root) {
   return hn::IfThenElse(hn::Lt(root, hn::Inf(d)), quotient, product);
 }
 
-// definitions::adamw_element(), where has_simd_update().
-HWY_INLINE void adamw_vector(const AdamWVectors& c, FloatVector gradient, FloatVector& p, FloatVector& m,
-                             FloatVector& v) {
-  const FloatTag d;
+// definitions::adamw_element() in three parts, where has_simd_update(), without canonical(): up to the root
+// of v, the quotient, and p. A root and a quotient take long, so a loop does other vectors between them.
+HWY_INLINE FloatVector adamw_root(const AdamWVectors& c, FloatVector gradient, FloatVector& p, FloatVector& m,
+                                  FloatVector& v) {
   const auto g = hn::Mul(gradient, c.factor);
   p = hn::MulAdd(c.decay, p, p);
   m = hn::MulAdd(c.beta1, m, hn::Mul(c.a1, g));
   v = hn::MulAdd(c.beta2, v, hn::Mul(c.a2, hn::Mul(g, g)));
-  p = hn::MulAdd(c.step, hn::Div(m, hn::Add(divide_by_s2(c, hn::Sqrt(v)), c.eps)), p);
+  return hn::Sqrt(v);
+}
+
+HWY_INLINE FloatVector adamw_quotient(const AdamWVectors& c, FloatVector m, FloatVector root) {
+  return hn::Div(m, hn::Add(divide_by_s2(c, root), c.eps));
+}
+
+HWY_INLINE FloatVector adamw_parameter(const AdamWVectors& c, FloatVector quotient, FloatVector p) {
+  return hn::MulAdd(c.step, quotient, p);
+}
+
+// definitions::adamw_element(), where has_simd_update().
+HWY_INLINE void adamw_vector(const AdamWVectors& c, FloatVector gradient, FloatVector& p, FloatVector& m,
+                             FloatVector& v) {
+  const FloatTag d;
+  const auto root = adamw_root(c, gradient, p, m, v);
+  p = adamw_parameter(c, adamw_quotient(c, m, root), p);
   // A NaN in m or v has reached p, so one test finds all.
   if (HWY_UNLIKELY(!hn::AllFalse(d, hn::IsNaN(p)))) {
     p = canonical_vector(d, p);

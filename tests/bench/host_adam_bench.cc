@@ -34,15 +34,18 @@ struct Streams {
   float *g, *p, *m, *v;
 };
 
+// The distance of the kernel: kPrefetchBytes of host_moments_simd.cc.
+constexpr std::size_t kPrefetchCount = 64;
+
 // All loads of a line come before its stores, as in the kernel. Otherwise, with arrays that begin at the same
 // offset of a page, each load waits for the preceding store.
 void stream_four_three(const void* context, std::size_t begin, std::size_t end) {
   const auto& a = *static_cast<const Streams*>(context);
   for (std::size_t i = begin; i + 16 <= end; i += 16) {
-    __builtin_prefetch(a.g + i + 512);
-    __builtin_prefetch(a.p + i + 512);
-    __builtin_prefetch(a.m + i + 512);
-    __builtin_prefetch(a.v + i + 512);
+    __builtin_prefetch(a.g + i + kPrefetchCount);
+    __builtin_prefetch(a.p + i + kPrefetchCount);
+    __builtin_prefetch(a.m + i + kPrefetchCount);
+    __builtin_prefetch(a.v + i + kPrefetchCount);
     const Line g = *reinterpret_cast<const Line*>(a.g + i);
     const Line p = *reinterpret_cast<const Line*>(a.p + i) + g;
     const Line m = *reinterpret_cast<const Line*>(a.m + i) + g;
