@@ -158,6 +158,27 @@ def plain(world, clip=0.5, steps=3):
     return seen
 
 
+class Contract(unittest.TestCase):
+    def test_its_optimizers_are_those_of_torch(self):
+        """To 1e-5 after 50 steps in fp32, and to torch in fp64."""
+        seed = int(os.environ.get("FOREBAY_TEST_SEED", "3"))
+        print(f"FOREBAY_TEST_SEED={seed}")
+        torch.manual_seed(seed)
+        start, gradients = torch.randn(5000), torch.randn(50, 5000)
+        for name, values in (("AdamW", {"lr": 1e-3}), ("Adam", {"lr": 1e-3}), ("SGD", {"lr": 1e-2, "momentum": 0.9})):
+            results = []
+            for make, dtype in ((getattr(contract, name), torch.float32), (getattr(torch.optim, name), torch.float32),
+                                (getattr(torch.optim, name), torch.float64)):
+                p = torch.nn.Parameter(start.to(dtype, copy=True))
+                optimizer = make([p], weight_decay=0.1, **values)
+                for gradient in gradients:
+                    p.grad = gradient.to(dtype, copy=True)
+                    optimizer.step()
+                results.append(p.detach().double())
+            for other in results[1:]:
+                self.assertLessEqual((results[0] - other).abs().max().item(), 1e-5, name)
+
+
 class Ranks(unittest.TestCase):
     def test_two_and_three(self):
         """To 1e-6: ranks add gradients in another order than one program does."""
