@@ -42,12 +42,34 @@ target_link_libraries(forebay_flags INTERFACE Threads::Threads)
 set(FOREBAY_PRECOMPILED <algorithm> <chrono> <cstdint> <cstdio> <cstring> <functional> <map> <memory> <optional> <string>
   <string_view> <utility> <vector>)
 
-# forebay_layer(NAME [CORE] SOURCES a.cc ... [DEPENDS lower_layer ...] [LINK third_party ...])
+# forebay_folders(target [ALONE a.cc ...]): with FOREBAY_UNITY, the sources of each folder of a target are compiled as one, so that the
+# headers and templates that they share are compiled once. ALONE: sources with a name that another source of their folder has too.
+# Builds without it (debug, the sanitizers, tidy) show that each source includes the headers that it needs.
+function(forebay_folders target)
+  cmake_parse_arguments(ARG "" "" "ALONE" ${ARGN})
+  if(NOT FOREBAY_UNITY)
+    return()
+  endif()
+  get_target_property(sources ${target} SOURCES)
+  list(FILTER sources INCLUDE REGEX "[.]cc$")
+  foreach(source IN LISTS sources)
+    get_filename_component(folder "${source}" DIRECTORY)
+    if(source IN_LIST ARG_ALONE)
+      set_source_files_properties("${source}" PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
+    else()
+      set_source_files_properties("${source}" PROPERTIES UNITY_GROUP "in_${folder}")
+    endif()
+  endforeach()
+  set_target_properties(${target} PROPERTIES UNITY_BUILD ON UNITY_BUILD_MODE GROUP)
+endfunction()
+
+# forebay_layer(NAME [CORE] SOURCES a.cc ... [DEPENDS lower_layer ...] [LINK third_party ...]
+#   [FOLDERS [ALONE a.cc ...]])
 # One layer: an object library forebay_NAME with the include/ directory beside its CMakeLists.txt. It sees the headers
 # of the layers it depends on and no others. CORE: may run inside another program's allocation call, so no exceptions
-# and no RTTI.
+# and no RTTI. FOLDERS: see forebay_folders.
 function(forebay_layer name)
-  cmake_parse_arguments(ARG "CORE" "" "SOURCES;DEPENDS;LINK" ${ARGN})
+  cmake_parse_arguments(ARG "CORE;FOLDERS" "" "SOURCES;DEPENDS;LINK;ALONE" ${ARGN})
   add_library(forebay_${name} OBJECT ${ARG_SOURCES})
   set_target_properties(forebay_${name} PROPERTIES POSITION_INDEPENDENT_CODE ON)
   target_include_directories(forebay_${name} PUBLIC
@@ -63,7 +85,10 @@ function(forebay_layer name)
     target_compile_options(forebay_${name} PRIVATE -fno-exceptions -fno-rtti)
   endif()
   list(LENGTH ARG_SOURCES source_count)
-  if(source_count GREATER 15)
+  if(ARG_FOLDERS)
+    forebay_folders(forebay_${name} ALONE ${ARG_ALONE})
+  endif()
+  if(source_count GREATER 15 AND NOT FOREBAY_UNITY)
     target_precompile_headers(forebay_${name} PRIVATE ${FOREBAY_PRECOMPILED})
   endif()
   set_property(GLOBAL APPEND PROPERTY FOREBAY_LAYERS ${name})
