@@ -106,8 +106,9 @@ std::string plot(const Comparison& comparison) {
                        y(seconds), kWidth - 10, y(seconds));
     svg += format_text("<text x=\"%.1f\" y=\"%.1f\" text-anchor=\"end\">%.3g s</text>", kLeft - 6,
                        y(seconds) + 4, seconds);
-    svg += format_text("<text x=\"%.1f\" y=\"%.1f\" text-anchor=\"middle\">%s</text>\n", x(bytes),
-                       kHeight - kBottom + 18, format_bytes(static_cast<std::uint64_t>(bytes)).c_str());
+    svg += format_text("<text x=\"%.1f\" y=\"%.1f\" text-anchor=\"%s\">%s</text>\n", x(bytes),
+                       kHeight - kBottom + 18, i == 4 ? "end" : "middle",
+                       format_bytes(static_cast<std::uint64_t>(bytes)).c_str());
   }
   svg += format_text("<text x=\"%.1f\" y=\"%.1f\" text-anchor=\"middle\">device memory</text>\n",
                      (kLeft + kWidth) / 2, kHeight - 6);
@@ -147,7 +148,8 @@ constexpr char kPageStyle[] =
     "333;"
     "stroke-width:1.5}.stage0{fill:#888}.stage1{fill:#1f77b4}.stage2{fill:#2ca02c}.stage3{fill:#d62728}"
     "table{border-collapse:collapse;width:100%}td,th{border-bottom:1px solid #ddd;padding:.3rem .6rem;"
-    "text-align:left;vertical-align:top}.key span{margin-right:1.5em}";
+    "text-align:left;vertical-align:top;white-space:nowrap}td:first-child{white-space:normal}.key "
+    "span{margin-right:1.5em}";
 
 }  // namespace
 
