@@ -8,6 +8,7 @@ tries it there, without the network. wheel.py makes the real one, by another com
 import importlib.util
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -26,6 +27,15 @@ def build_module():
     return module
 
 
+def stripped(directory, names, place):
+    """Copies without the debug information, which is most of their bytes and takes a minute to compress twice."""
+    for name in names:
+        (place / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(directory / name, place / name)
+        subprocess.run(["strip", "--strip-debug", place / name], check=True)
+    return place
+
+
 def packed(directory, place):
     """The wheel. The licences and versions of its libraries are with their sources, which are not here."""
     build = build_module()
@@ -33,6 +43,8 @@ def packed(directory, place):
     build.licences = lambda: {"LICENSE": (ROOT / "LICENSE").read_bytes()}
     build.source_versions = lambda: []
     build.BINARIES.update({f"lib/{name}": name for name in SHARED if (directory / "lib" / name).exists()})
+    if shutil.which("strip"):
+        directory = stripped(directory, build.BINARIES, place / "stripped")
     wheel = build.assemble(os.uname().machine, directory)
     first = wheel.read_bytes()
     assert build.assemble(os.uname().machine, directory).read_bytes() == first, "equal files gave another wheel"
