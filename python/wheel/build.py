@@ -31,7 +31,7 @@ TAG = "manylinux_" + GLIBC.replace(".", "_")
 BYTES_MAX = 8_000_000
 
 # The compiler is pinned: another one may support another set of flags.
-PIP_TOOLS = ["ziglang==0.17.1", "auditwheel==6.8.2"]
+PIP_TOOLS = ["ziglang==0.17.1", "auditwheel==6.8.2", "zopfli==0.4.3"]
 
 # Debian's source packages, with the licences of each one.
 LIBRARIES = {
@@ -105,7 +105,8 @@ def site_packages() -> pathlib.Path:
 
 def zig() -> pathlib.Path:
     program = site_packages() / "ziglang" / "zig" if TOOLS.exists() else None
-    if program is None or not program.exists() or not (TOOLS / "bin/auditwheel").exists():
+    found = {file.name.split("-")[0] for file in site_packages().glob("*.dist-info")} if program else set()
+    if not {tool.split("==")[0] for tool in PIP_TOOLS} <= found:
         say(f"Installing {' and '.join(PIP_TOOLS)} in {TOOLS.relative_to(ROOT)}")
         pip_install(PIP_TOOLS)
         program = site_packages() / "ziglang" / "zig"
@@ -330,6 +331,27 @@ Description-Content-Type: text/markdown
 {described}"""
 
 
+class Zopfli:
+    """Deflate in 4 % fewer bytes than zlib's. It takes a minute."""
+
+    def __init__(self) -> None:
+        self.parts: List[bytes] = []
+
+    def compress(self, data: bytes) -> bytes:
+        self.parts.append(bytes(data))
+        return b""
+
+    def flush(self) -> bytes:
+        import zopfli.zlib
+        return zopfli.zlib.compress(b"".join(self.parts), numiterations=3)[2:-4]  # Without zlib's frame.
+
+
+def use_zopfli() -> None:
+    """From now on, zipfile compresses with Zopfli."""
+    sys.path.append(str(site_packages()))
+    zipfile._get_compressor = lambda *_: Zopfli()  # type: ignore[attr-defined]
+
+
 def assemble(processor: str, build: pathlib.Path) -> pathlib.Path:
     """Writes the wheel. Equal files give an equal wheel."""
     tag = f"py3-none-{TAG}_{processor}"
@@ -390,6 +412,7 @@ def main() -> None:
     build = Build(processor)
     build.libraries()
     made = build.forebay()
+    use_zopfli()
     show(assemble(processor, made), made)
 
 
