@@ -93,7 +93,7 @@ void stop_on_signals() {
 
 // Warnings about a run that succeeded.
 void warn_about(const TrainerOptions& options, const TrainingReport& report) {
-  const bool uses_weights = options.generate > 0 || !options.evaluation_text.empty();
+  const bool uses_weights = options.generate > 0 || options.evaluates();
   if (!options.load_state.empty() && report.first_step >= options.steps && !uses_weights) {
     std::fprintf(stderr,
                  "forebay-gpt: nothing is left to do: the state in %s is at step %llu and --steps is %llu\n",

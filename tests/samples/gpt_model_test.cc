@@ -508,7 +508,7 @@ TEST(GptText, SamplesAreWindowsAndTargetsTheNextByte) {
   const Text text(bytes);
 
   for (std::uint64_t sample = 0; sample < 200; ++sample) {
-    std::vector<std::uint8_t> tokens(16), targets(16);
+    std::vector<Token> tokens(16), targets(16);
     copy_sample(text, 7, sample, tokens, targets);
     const std::size_t start = draw(7, kTextStream, sample) % (300 - 16);
     for (std::size_t i = 0; i < 16; ++i) {

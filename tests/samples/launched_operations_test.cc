@@ -172,7 +172,14 @@ TEST_F(LaunchedOperationsTest, EmbedInTheSameOrder) {
   const std::size_t rows = 60, sequence = 20, hidden = 36, vocabulary = 256;
   std::vector<std::uint8_t> tokens = bytes(rows);
   for (std::uint8_t& token : tokens) token %= 11;  // Makes many rows share a token.
+  const std::vector<Token> wide(tokens.begin(), tokens.end());
   for (const TokenRange range : {TokenRange{0, vocabulary}, TokenRange{3, 5}, TokenRange{256, 0}}) {
+    expect_same_bits(
+        "embed 16-bit tokens", {normal(vocabulary * hidden), normal(rows * hidden)},
+        [&](Operations& operations, Buffers& x) {
+          operations.run(Embed{wide.data(), x[0].data(), range, x[1].data(), rows, hidden});
+          operations.run(EmbedTokensBackward{wide.data(), x[1].data(), range, x[0].data(), rows, hidden});
+        });
     expect_same_bits(
         "embed",
         {normal(vocabulary * hidden), normal(rows * hidden), normal(vocabulary * hidden),

@@ -17,6 +17,7 @@
 
 #include "forebay/error.h"
 #include "model/random.h"
+#include "output/weight_files.h"
 #include "tests/support/temporary_directory.h"
 #include "trainer/initial.h"
 
@@ -232,6 +233,49 @@ TEST_F(Safetensors, TextOfTheFileIsShownShortAndHarmless) {
   EXPECT_EQ(message.find('\x1b'), std::string::npos) << message;
   EXPECT_NE(message.find("\\x1b]0;title\\x07"), std::string::npos) << message;
   EXPECT_LT(message.size(), 400 + path().size()) << message;
+}
+
+TEST_F(Safetensors, AnIndexThatLeadsElsewhereIsRefused) {
+  const auto refused = [&](const std::string& index, const std::string& part) {
+    std::ofstream(path("model.safetensors.index.json")) << index;
+    try {
+      const WeightFiles files(directory_.string());
+      ADD_FAILURE() << index << " was accepted";
+    } catch (const Error& error) {
+      EXPECT_NE(std::string(error.what()).find(part), std::string::npos) << error.what();
+    }
+  };
+  write(R"({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}})", 4);
+  refused("[", "not an object");
+  refused(std::string(100, '[') + std::string(100, ']'), "nested deeper");
+  refused("{}", "no weight_map");
+  refused(R"({"weight_map": {"a": 3}})", "has no file");
+  refused(R"({"weight_map": {"a": "../file.safetensors"}})", "no file name");
+  refused(R"({"weight_map": {"a": ".."}})", "no file name");
+  refused(R"({"weight_map": {"b": "file.safetensors"}})", "is not in file.safetensors");
+  refused(R"({"weight_map": {"a": "none.safetensors"}})", "No such file");
+  fs::remove(path("model.safetensors.index.json"));
+  EXPECT_THROW(WeightFiles(directory_.string()), Error);
+}
+
+TEST_F(Safetensors, ShardsComeBack) {
+  const std::vector<TensorHeader> headers = {{"a", {3}}, {"b", {2, 2}}, {"c", {1}}};
+  const std::vector<float> values = {1, 2, 3, 4, 5, 6, 7, 8};
+  for (const std::uint64_t shard_bytes : {0, 1, 16, 20, 28}) {
+    const std::string directory = path("model" + std::to_string(shard_bytes));
+    prepare_model_directory(directory);
+    ModelDirectoryWriter writer(directory, headers, shard_bytes);
+    writer.write(std::span(values).first(3));
+    writer.write(std::span(values).subspan(3, 4));
+    writer.write(std::span(values).last(1));
+    writer.finish();
+
+    WeightFiles files(directory);
+    EXPECT_EQ(files.names(), (std::vector<std::string>{"a", "b", "c"}));
+    EXPECT_EQ(files.read("b"), (std::vector<float>{4, 5, 6, 7}));
+    EXPECT_EQ(files.read("c"), (std::vector<float>{8}));
+    EXPECT_THROW(prepare_model_directory(directory), Error);
+  }
 }
 
 }  // namespace

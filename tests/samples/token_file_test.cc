@@ -95,7 +95,7 @@ TEST_F(Tokens, BeyondTheVocabularyAreNamed) {
   tokens_[700] = 256;
   write("large.bin", {}, tokens_);
   const Text text = Text::map(path("large.bin"));
-  std::vector<std::uint8_t> copied(10);
+  std::vector<Token> copied(10);
   text.copy(690, copied);
   EXPECT_EQ(copied[9], tokens_[699]);
   try {

@@ -1,33 +1,49 @@
 #include "model/batch_feed.h"
 
+#include <algorithm>
+#include <cstring>
 #include <utility>
 
 #include "forebay/error.h"
 
 namespace forebay::gpt {
 
-BatchFeed::BatchFeed(Backend& backend, std::size_t rows)
-    : backend_(backend), pool_(value_or_throw(PinnedPool::create(backend, {.slab_bytes = 1}))) {
-  const std::size_t bytes_of_row = sizeof(RowLoss) + 2;
-  auto* losses =
-      reinterpret_cast<RowLoss*>(value_or_throw(pool_->allocate(kBufferCount * rows * bytes_of_row)));
-  auto* bytes = reinterpret_cast<std::uint8_t*>(losses + kBufferCount * rows);
+namespace {
+
+// Writes `tokens` as a TokenList.
+void pack(std::span<const Token> tokens, std::span<std::byte> target) {
+  if (target.size() == tokens.size_bytes()) {
+    std::memcpy(target.data(), tokens.data(), target.size());
+    return;
+  }
+  std::transform(tokens.begin(), tokens.end(), target.begin(),
+                 [](Token token) { return static_cast<std::byte>(token); });
+}
+
+}  // namespace
+
+BatchFeed::BatchFeed(Backend& backend, const Gpt& gpt)
+    : backend_(backend),
+      pool_(value_or_throw(PinnedPool::create(backend, {.slab_bytes = 1}))),
+      batch_tokens_(gpt.row_count()),
+      batch_targets_(gpt.row_count()) {
+  const std::size_t rows = gpt.row_count(), token_bytes = gpt.token_bytes();
+  auto* losses = reinterpret_cast<RowLoss*>(
+      value_or_throw(pool_->allocate(kBufferCount * (rows * sizeof(RowLoss) + 2 * token_bytes))));
+  auto* bytes = reinterpret_cast<std::byte*>(losses + kBufferCount * rows);
   for (std::size_t i = 0; i < kBufferCount; ++i) {
-    tokens_.push_back({.tokens = {bytes + 2 * i * rows, rows},
-                       .targets = {bytes + (2 * i + 1) * rows, rows},
+    tokens_.push_back({.tokens = {bytes + 2 * i * token_bytes, token_bytes},
+                       .targets = {bytes + (2 * i + 1) * token_bytes, token_bytes},
                        .sent = OwnedEvent(backend)});
     losses_.push_back({.losses = {losses + i * rows, rows}, .received = OwnedEvent(backend)});
   }
 }
 
-BatchFeed::Batch BatchFeed::next() {
+void BatchFeed::send(const Gpt& gpt, Stream stream) {
   const Tokens& buffer = tokens_[token_count_++ % kBufferCount];
   throw_if_error(backend_.event_synchronize(buffer.sent.get()));
-  return {buffer.tokens, buffer.targets};
-}
-
-void BatchFeed::send(const Gpt& gpt, Stream stream) {
-  const Tokens& buffer = tokens_[(token_count_ - 1) % kBufferCount];
+  pack(batch_tokens_, buffer.tokens);
+  pack(batch_targets_, buffer.targets);
   throw_if_error(backend_.copy_async(gpt.tokens(), buffer.tokens.data(), buffer.tokens.size_bytes(), stream));
   throw_if_error(
       backend_.copy_async(gpt.targets(), buffer.targets.data(), buffer.targets.size_bytes(), stream));

@@ -18,15 +18,16 @@ namespace forebay::gpt {
 class BatchFeed {
  public:
   struct Batch {
-    std::span<std::uint8_t> tokens;
-    std::span<std::uint8_t> targets;
+    std::span<Token> tokens;
+    std::span<Token> targets;
   };
 
-  // A pass has `rows` tokens. `backend` outlives this. The stream does too, or is drained before.
-  BatchFeed(Backend& backend, std::size_t rows);
-  // Where to write the next micro-step's tokens. Waits while all buffers are in transfer.
-  Batch next();
-  // Queues the copy of the latest next() to the device, before a forward pass.
+  // A pass has the rows of `gpt`. `backend` outlives this. The stream does too, or is drained before.
+  BatchFeed(Backend& backend, const Gpt& gpt);
+  // Where to write the next micro-step's tokens.
+  Batch next() { return {batch_tokens_, batch_targets_}; }
+  // Queues the copy of the latest next() to the device, before a forward pass. Waits while all buffers are in
+  // transfer.
   void send(const Gpt& gpt, Stream stream);
   // Queues the copy of the losses to the host, after a backward pass.
   void receive(const Gpt& gpt, Stream stream);
@@ -38,8 +39,8 @@ class BatchFeed {
   static constexpr std::size_t kBufferCount = 4;
 
   struct Tokens {
-    std::span<std::uint8_t> tokens;
-    std::span<std::uint8_t> targets;
+    std::span<std::byte> tokens;
+    std::span<std::byte> targets;
     OwnedEvent sent;
   };
   struct Losses {
@@ -52,9 +53,10 @@ class BatchFeed {
 
   Backend& backend_;
   const std::unique_ptr<PinnedPool> pool_;  // One block: all losses, then all tokens and targets.
+  std::vector<Token> batch_tokens_, batch_targets_;
   std::vector<Tokens> tokens_;
   std::vector<Losses> losses_;
-  std::size_t token_count_ = 0;  // Calls of next() and of receive() so far.
+  std::size_t token_count_ = 0;  // Calls of send() and of receive() so far.
   std::size_t loss_count_ = 0;
   std::vector<double> means_;
 };

@@ -37,8 +37,8 @@ Gpt::Gpt(const Options& options, Operations& operations, WorkQueue& queue, Tenso
   const std::size_t turns = options.stage.count > 1 ? 2 : 1;
   Layout layout;
   for (std::size_t pass = 0; pass < options.passes; ++pass) {
-    tokens_.push_back(layout.bytes(rows_));
-    targets_.push_back(layout.bytes(rows_));
+    tokens_.push_back(layout.bytes(token_bytes()));
+    targets_.push_back(layout.bytes(token_bytes()));
   }
   lay_out_blocks(layout);
   for (std::size_t turn = 0; turn < (is_last() ? 1 : turns); ++turn)
@@ -58,7 +58,7 @@ Gpt::Gpt(const Options& options, Operations& operations, WorkQueue& queue, Tenso
   if (options.dropout > 0) dropped_gradient_ = layout.floats(row_hidden);
 
   // The two embeddings side by side, or the largest matrix of a block.
-  const std::size_t embeddings = (vocabulary_ + shape_.sequence) * hidden;
+  const std::size_t embeddings = (vocabulary_ + shape_.position_count()) * hidden;
   if (dtype_ != DataType::kFloat32) parameter_space_ = layout.floats(std::max(embeddings, 4 * hidden));
   gradient_space_ = layout.floats(std::max(embeddings, inner_ * hidden));
 
@@ -160,7 +160,7 @@ void Gpt::backward(int unit, const Parameters& parameters, const Gradients& grad
 void Gpt::embedding_forward(const Parameters& p) {
   float* const x = input_of(0);
   queue_.run([=, this, tokens = tokens()] {
-    operations_.run(Embed{reinterpret_cast<const std::uint8_t*>(tokens),
+    operations_.run(Embed{TokenList::at(tokens, shape_.vocabulary),
                           widened(p[embedding::kTokens], vocabulary_ * shape_.hidden), token_range(), x,
                           rows_, shape_.hidden});
   });
@@ -180,16 +180,19 @@ void Gpt::embedding_backward(const Gradients& gradients) {
     const GradientTarget& tokens = gradients[embedding::kTokens];
     const TokenRange range = token_range();
     float* space = gradient_space(tokens);
-    operations_.run(EmbedTokensBackward{reinterpret_cast<const std::uint8_t*>(ids), gradient, range, space,
-                                        rows_, shape_.hidden});
+    operations_.run(EmbedTokensBackward{TokenList::at(ids, shape_.vocabulary), gradient, range, space, rows_,
+                                        shape_.hidden});
     if (const std::size_t padding = vocabulary_ - range.count; padding > 0)
       operations_.zero(space + range.count * shape_.hidden, padding * shape_.hidden);
     store_gradient(tokens, vocabulary_ * shape_.hidden);
 
     const GradientTarget& positions = gradients[embedding::kPositions];
-    operations_.run(
-        EmbedPositionsBackward{gradient, gradient_space(positions), rows_, shape_.sequence, shape_.hidden});
-    store_gradient(positions, shape_.sequence * shape_.hidden);
+    float* const position_space = gradient_space(positions);
+    operations_.run(EmbedPositionsBackward{gradient, position_space, rows_, shape_.sequence, shape_.hidden});
+    const std::size_t used = shape_.sequence * shape_.hidden;
+    const std::size_t all = shape_.position_count() * shape_.hidden;
+    if (all > used) operations_.zero(position_space + used, all - used);
+    store_gradient(positions, all);
   });
 }
 
@@ -410,12 +413,12 @@ Attention Gpt::attention_of(std::size_t layer) const {
 }
 
 TokenRange Gpt::token_range() const {
-  const std::size_t first = std::min(part_.rank * vocabulary_, kVocabulary);
-  return {first, std::min(vocabulary_, kVocabulary - first)};
+  const std::size_t first = std::min(part_.rank * vocabulary_, shape_.vocabulary);
+  return {first, std::min(vocabulary_, shape_.vocabulary - first)};
 }
 
 LogitsPart Gpt::logits_part(DevicePtr targets) {
-  return {at(logits_), reinterpret_cast<const std::uint8_t*>(targets), rows_, vocabulary_, token_range()};
+  return {at(logits_), TokenList::at(targets, shape_.vocabulary), rows_, vocabulary_, token_range()};
 }
 
 Dropout Gpt::dropout_of(std::uint64_t site) const {

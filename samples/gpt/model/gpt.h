@@ -87,9 +87,12 @@ class Gpt {
   int unit_count() const { return first_block() + static_cast<int>(layers_.count()) + (is_last() ? 1 : 0); }
   // batch * sequence: tokens of one pass.
   std::size_t row_count() const { return rows_; }
+  std::size_t vocabulary() const { return shape_.vocabulary; }
+  // Bytes of a TokenList of row_count() tokens.
+  std::size_t token_bytes() const { return rows_ * TokenList::bytes_of_token(shape_.vocabulary); }
 
   // --- addresses in that memory, of row_count() elements each ---
-  // The tokens of the current pass, as bytes [batch, sequence]. Order: the caller writes them before the
+  // The tokens of the current pass, a TokenList [batch, sequence]. Order: the caller writes them before the
   // first unit's forward pass. The first stage reads tokens, the last one targets, until its backward pass
   // ends.
   DevicePtr tokens() const { return memory_ + tokens_[pass_place()]; }
@@ -247,7 +250,7 @@ class Gpt {
   const std::size_t width_ = shape_.hidden / part_.size;
   const std::size_t inner_ = 4 * width_;
   const std::size_t heads_ = shape_.heads / part_.size;
-  const std::size_t vocabulary_ = (kVocabulary + part_.size - 1) / part_.size;
+  const std::size_t vocabulary_ = (shape_.vocabulary + part_.size - 1) / part_.size;
 
   Pass pass_;
   DevicePtr memory_ = nullptr;

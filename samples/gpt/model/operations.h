@@ -13,6 +13,7 @@
 #include "forebay/data_type.h"
 #include "model/definitions.h"
 #include "model/matmul.h"
+#include "model/tokens.h"
 
 namespace forebay::gpt {
 
@@ -105,7 +106,7 @@ struct TokenRange {
 
 // output[r] = tokens[tokens_in[r] - range.first], or zero where that token is out of range.
 struct Embed {
-  const std::uint8_t* tokens_in;
+  TokenList tokens_in;
   const float* tokens;
   TokenRange range;
   float* output;
@@ -114,7 +115,7 @@ struct Embed {
 };
 
 struct EmbedTokensBackward {
-  const std::uint8_t* tokens_in;
+  TokenList tokens_in;
   const float* gradient;
   TokenRange range;
   float* tokens_gradient;
@@ -167,7 +168,7 @@ struct GainBackward {
 // A part of the logits, [rows, columns]. Its columns are the tokens of `range`, then zeros.
 struct LogitsPart {
   float* logits;
-  const std::uint8_t* targets;
+  TokenList targets;
   std::size_t rows;
   std::size_t columns;
   TokenRange range;
@@ -235,11 +236,13 @@ struct AttentionBackward {
 };
 
 // The operations that are one kernel each.
-#define FOREBAY_GPT_OPERATIONS(ROW)                                                                  \
-  ROW(Widen)                                                                                         \
-  ROW(Narrow) ROW(Add) ROW(Drop) ROW(Gelu) ROW(GeluBackward) ROW(AddBias) ROW(ColumnSums) ROW(Embed) \
-      ROW(EmbedTokensBackward) ROW(EmbedPositionsBackward) ROW(NormForward) ROW(NormBackward)        \
-          ROW(GainBackward) ROW(CrossEntropy) ROW(CrossEntropyBackward) ROW(AttentionForward)
+#define FOREBAY_GPT_OPERATIONS(ROW)                                                                      \
+  ROW(Widen)                                                                                             \
+  ROW(Narrow)                                                                                            \
+  ROW(Add)                                                                                               \
+  ROW(Drop) ROW(Gelu) ROW(GeluBackward) ROW(AddBias) ROW(ColumnSums) ROW(Embed) ROW(EmbedTokensBackward) \
+      ROW(EmbedPositionsBackward) ROW(NormForward) ROW(NormBackward) ROW(GainBackward) ROW(CrossEntropy) \
+          ROW(CrossEntropyBackward) ROW(AttentionForward)
 
 class Operations {
  public:

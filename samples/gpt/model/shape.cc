@@ -4,6 +4,7 @@
 
 #include "forebay/error.h"
 #include "forebay/units.h"
+#include "model/tokens.h"
 
 namespace forebay::gpt {
 namespace {
@@ -35,6 +36,14 @@ void check(const GptShape& shape) {
   if (shape.hidden == 0) refuse("--hidden is 0; use a positive multiple of --heads");
   if (shape.heads == 0) refuse("--heads is 0; use a positive divisor of --hidden");
   if (shape.sequence == 0) refuse("--sequence is 0; use 1 or more");
+  if (shape.vocabulary == 0 || shape.vocabulary > kVocabularyMax) {
+    refuse("--vocabulary is " + std::to_string(shape.vocabulary) + "; use 1 to " +
+           std::to_string(kVocabularyMax) + ": tokens have 16 bits");
+  }
+  if (shape.sequence > shape.position_count()) {
+    refuse("--sequence " + std::to_string(shape.sequence) + " is more than the model's " +
+           std::to_string(shape.position_count()) + " positions; use at most as many");
+  }
   if (shape.hidden % shape.heads != 0) {
     refuse("--heads " + std::to_string(shape.heads) + " does not divide --hidden " +
            std::to_string(shape.hidden) + "; use a divisor of it");
@@ -57,8 +66,8 @@ std::vector<GptUnit> describe_units(const GptShape& shape) {
 
   std::vector<GptUnit> units;
   units.push_back({"embedding",
-                   {cut_by_rows(matrix("wte.weight", kVocabulary, hidden)),
-                    matrix("wpe.weight", shape.sequence, hidden)}});
+                   {cut_by_rows(matrix("wte.weight", shape.vocabulary, hidden)),
+                    matrix("wpe.weight", shape.position_count(), hidden)}});
   for (std::size_t layer = 0; layer < shape.layers; ++layer) {
     const std::string h = "h." + std::to_string(layer) + ".";
     units.push_back(

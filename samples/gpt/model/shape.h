@@ -13,13 +13,17 @@
 
 namespace forebay::gpt {
 
-inline constexpr std::size_t kVocabulary = 256;  // Tokens are bytes.
+inline constexpr std::size_t kVocabulary = 256;  // The default: tokens are bytes.
 
 struct GptShape {
   std::size_t layers = 4;
   std::size_t hidden = 128;
   std::size_t heads = 4;
-  std::size_t sequence = 64;  // Positions, and tokens of one sample.
+  std::size_t sequence = 64;  // Tokens of one sample.
+  std::size_t vocabulary = kVocabulary;
+  std::size_t positions = 0;  // Rows of wpe.weight, of which the first `sequence` are used; 0: as many.
+
+  std::size_t position_count() const { return positions == 0 ? sequence : positions; }
 };
 
 enum class Initial : std::uint8_t { kNormal, kZero, kOne };

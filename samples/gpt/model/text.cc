@@ -23,7 +23,7 @@ std::uint64_t mixed(std::uint64_t hash, std::uint64_t value) {
 
 }  // namespace
 
-Text Text::read(const std::vector<std::string>& files) {
+Text Text::read(const std::vector<std::string>& files, std::size_t vocabulary) {
   std::vector<std::uint8_t> bytes;
   for (const std::string& file : files) {
     const auto refuse = [&](const std::string& found) {
@@ -42,15 +42,16 @@ Text Text::read(const std::vector<std::string>& files) {
       bytes.insert(bytes.end(), part, part + stream.gcount());
     if (stream.bad()) refuse(std::strerror(errno));
   }
-  return Text(std::move(bytes));
+  return Text(std::move(bytes), vocabulary);
 }
 
-Text::Text(std::vector<std::uint8_t> bytes) : bytes_(std::move(bytes)), hash_(kHashBegin) {
+Text::Text(std::vector<std::uint8_t> bytes, std::size_t vocabulary)
+    : vocabulary_(vocabulary), bytes_(std::move(bytes)), hash_(kHashBegin) {
   for (const std::uint8_t byte : bytes_) hash_ = mixed(hash_, byte);
 }
 
-Text Text::map(const std::string& file) {
-  Text text({});
+Text Text::map(const std::string& file, std::size_t vocabulary) {
+  Text text({}, vocabulary);
   text.file_ = std::make_shared<const TokenFile>(file);
   const std::uint64_t size = text.size();
   text.hash_ = mixed(kHashBegin, size);
@@ -60,21 +61,24 @@ Text Text::map(const std::string& file) {
   return text;
 }
 
-void Text::copy(std::uint64_t first, std::span<std::uint8_t> target) const {
+void Text::copy(std::uint64_t first, std::span<Token> target) const {
   if (file_ == nullptr) {
     std::copy_n(bytes_.begin() + static_cast<std::ptrdiff_t>(first), target.size(), target.begin());
-    return;
+  } else {
+    std::copy_n(file_->tokens().begin() + static_cast<std::ptrdiff_t>(first), target.size(), target.begin());
   }
-  const std::span<const std::uint16_t> tokens = file_->tokens().subspan(first, target.size());
-  for (std::size_t i = 0; i < tokens.size(); ++i) {
-    if (tokens[i] >= kVocabulary) {
-      throw Error(StatusCode::kInvalidArgument,
-                  "token " + std::to_string(first + i) + " of " + file_->path() + " is " +
-                      std::to_string(tokens[i]) + ", and this model has a vocabulary of " +
-                      std::to_string(kVocabulary) + "; give a file of bytes or characters with --data");
-    }
-    target[i] = static_cast<std::uint8_t>(tokens[i]);
-  }
+  const auto other =
+      std::find_if(target.begin(), target.end(), [&](Token token) { return token >= vocabulary_; });
+  if (other != target.end()) refuse(first + static_cast<std::uint64_t>(other - target.begin()), *other);
+}
+
+void Text::refuse(std::uint64_t place, Token token) const {
+  const std::string name = file_ == nullptr
+                               ? "byte " + std::to_string(place) + " of the text"
+                               : "token " + std::to_string(place) + " of " + shown_path(file_->path());
+  throw Error(StatusCode::kInvalidArgument,
+              name + " is " + std::to_string(token) + ", and this model has a vocabulary of " +
+                  std::to_string(vocabulary_) + "; give a text of its tokens, or a larger --vocabulary");
 }
 
 std::vector<std::string> default_text_files() {
@@ -93,8 +97,8 @@ std::vector<std::string> default_text_files() {
   return files;
 }
 
-void copy_sample(const Text& text, std::uint64_t seed, std::uint64_t index, std::span<std::uint8_t> tokens,
-                 std::span<std::uint8_t> targets) {
+void copy_sample(const Text& text, std::uint64_t seed, std::uint64_t index, std::span<Token> tokens,
+                 std::span<Token> targets) {
   const std::uint64_t start = draw(seed, kTextStream, index) % (text.size() - tokens.size());
   text.copy(start, tokens);
   text.copy(start + 1, targets);

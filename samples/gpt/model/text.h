@@ -8,7 +8,9 @@
 #include <string>
 #include <vector>
 
+#include "model/shape.h"
 #include "model/token_file.h"
+#include "model/tokens.h"
 
 namespace forebay::gpt {
 
@@ -16,16 +18,16 @@ class Text {
  public:
   // Concatenates `files`, in the order given.
   // Errors: throws Error naming the file (kIoError).
-  static Text read(const std::vector<std::string>& files);
-  explicit Text(std::vector<std::uint8_t> bytes);
+  static Text read(const std::vector<std::string>& files, std::size_t vocabulary = kVocabulary);
+  explicit Text(std::vector<std::uint8_t> bytes, std::size_t vocabulary = kVocabulary);
   // Errors: those of TokenFile.
-  static Text map(const std::string& file);
+  static Text map(const std::string& file, std::size_t vocabulary = kVocabulary);
 
   // Tokens; a token of a text file is a byte.
   std::uint64_t size() const { return file_ != nullptr ? file_->tokens().size() : bytes_.size(); }
   // Copies the tokens from `first` on. Requires: there are as many. Errors: throws Error(kInvalidArgument)
-  // naming a token of a file that is not below kVocabulary.
-  void copy(std::uint64_t first, std::span<std::uint8_t> target) const;
+  // naming a token that is not in the vocabulary.
+  void copy(std::uint64_t first, std::span<Token> target) const;
   // Empty for a file of tokens.
   std::span<const std::uint8_t> bytes() const { return bytes_; }
   bool is_mapped() const { return file_ != nullptr; }
@@ -35,6 +37,9 @@ class Text {
   std::uint64_t hash() const { return hash_; }
 
  private:
+  [[noreturn]] void refuse(std::uint64_t place, Token token) const;
+
+  std::size_t vocabulary_ = kVocabulary;
   std::vector<std::uint8_t> bytes_;
   std::shared_ptr<const TokenFile> file_;  // Shared by copies. Null: bytes_ has the text.
   std::uint64_t hash_ = 0;
@@ -47,8 +52,8 @@ std::vector<std::string> default_text_files();
 // Copies sample `index` of `sequence` tokens: tokens = text[start ...], targets one byte further, with
 // start = draw(seed, kTextStream, index) mod (bytes - sequence).
 // Requires: the text has more than `sequence` tokens.
-void copy_sample(const Text& text, std::uint64_t seed, std::uint64_t index, std::span<std::uint8_t> tokens,
-                 std::span<std::uint8_t> targets);
+void copy_sample(const Text& text, std::uint64_t seed, std::uint64_t index, std::span<Token> tokens,
+                 std::span<Token> targets);
 
 // The position of a rank's batch in the order of samples. Samples go to ranks in rank order, so N ranks of
 // batch B together read the samples that one rank of batch N * B reads.

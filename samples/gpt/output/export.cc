@@ -1,15 +1,21 @@
 #include "output/export.h"
 
 #include <cstddef>
-#include <memory>
+#include <functional>
 #include <span>
 #include <vector>
 
 #include "forebay/error.h"
+#include "output/huggingface.h"
+#include "output/output_file.h"
 #include "output/safetensors.h"
+#include "output/weight_files.h"
 
 namespace forebay::gpt {
 namespace {
+
+// Takes each parameter; empty on ranks that write nothing.
+using Sink = std::function<void(std::span<const float>)>;
 
 // Puts the parts that the tensor-parallel ranks have together; `values` is this rank's.
 std::vector<float> join_tensor_parts(Grid& grid, const GptParameter& parameter,
@@ -49,7 +55,7 @@ int stage_that_has(const RankModel& model, const GptParameter& parameter) {
 }
 
 // Writes the parameters that `stage` has and no stage before it, in the order of the model.
-void export_stage(RankModel& model, int stage, SafetensorsWriter* writer) {
+void export_stage(RankModel& model, int stage, const Sink& sink) {
   Grid& grid = model.grid;
   std::vector<const GptParameter*> parameters;
   for (const GptUnit& unit : model.whole_units) {
@@ -61,7 +67,7 @@ void export_stage(RankModel& model, int stage, SafetensorsWriter* writer) {
   const auto write = [&](std::span<const float> mine) {
     const GptParameter& parameter = *parameters[index++];
     const std::vector<float> whole = share_from_stage(grid, stage, join_tensor_parts(grid, parameter, mine));
-    if (writer != nullptr) writer->write(whole);
+    if (sink) sink(whole);
   };
   if (grid.at().pipeline == stage) {
     model.engine.visit_parameters([&](const ParameterShape& shape, std::span<const float> values) {
@@ -76,18 +82,28 @@ void export_stage(RankModel& model, int stage, SafetensorsWriter* writer) {
 }  // namespace
 
 void export_weights(RankModel& model, const std::string& path) {
-  std::unique_ptr<SafetensorsWriter> writer;
-  if (model.rank.place.rank == 0) {
-    std::vector<TensorHeader> headers;
-    for (const GptUnit& unit : model.whole_units) {
-      for (const GptParameter& parameter : unit.parameters)
-        headers.push_back({parameter.name, parameter.shape});
-    }
-    writer = std::make_unique<SafetensorsWriter>(path, headers);
+  const bool is_directory = names_directory(path);
+  const auto export_to = [&](const Sink& sink) {
+    for (int stage = 0; stage < model.grid.shape().pipeline_parallel(); ++stage)
+      export_stage(model, stage, sink);
+  };
+  if (model.rank.place.rank != 0) return export_to({});
+  std::vector<TensorHeader> headers;
+  for (const GptUnit& unit : model.whole_units) {
+    for (const GptParameter& parameter : unit.parameters)
+      headers.push_back({is_directory ? published_name(parameter.name) : parameter.name, parameter.shape});
   }
-  for (int stage = 0; stage < model.grid.shape().pipeline_parallel(); ++stage)
-    export_stage(model, stage, writer.get());
-  if (writer != nullptr) writer->finish();
+  const auto write = [&](auto&& writer) {
+    export_to([&](std::span<const float> values) { writer.write(values); });
+    writer.finish();
+  };
+  if (!is_directory) return write(SafetensorsWriter(path, headers));
+  write(ModelDirectoryWriter(path, headers, model.options.export_shard_bytes));
+  write_file(path + "/config.json", model_config(model.options.model));
+}
+
+bool names_directory(const std::string& path) {
+  return path.ends_with('/') || is_model_directory(path);
 }
 
 }  // namespace forebay::gpt

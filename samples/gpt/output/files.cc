@@ -12,7 +12,9 @@
 #include "forebay/error.h"
 #include "forebay/text.h"
 #include "model/text.h"
+#include "output/export.h"
 #include "output/output_file.h"
+#include "output/weight_files.h"
 #include "parallel/parted_state.h"
 
 namespace forebay::gpt {
@@ -103,13 +105,16 @@ void check_files(const TrainerOptions& options) {
   for (int rank = 0; rank < std::max(options.ranks, 1) && !options.timeline_file.empty(); ++rank) {
     check_output("--timeline", timeline_file(options, rank));
   }
-  check_output("--export", options.export_file, &OutputFile::check_regular);  // It is a training's result.
+  const bool exports_model = !options.export_file.empty() && names_directory(options.export_file);
+  check_output("--export", options.export_file,
+               exports_model ? &prepare_model_directory : &OutputFile::check_regular);
+  check_output("--logits", options.logits_file);
   if (!options.flight_recorder.empty()) check_output("--flight-recorder", flight_file(options, 0));
   check_state(options);
   check_drives("--offload-tier", options.offload_directories);
   check_drives("--activations", options.activation_directories);
   static_cast<void>(training_text(options));
-  static_cast<void>(Text::read(options.evaluation_text));
+  static_cast<void>(evaluation_text(options));
 }
 
 }  // namespace forebay::gpt

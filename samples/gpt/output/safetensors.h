@@ -55,7 +55,9 @@ struct TensorHeader {
 class SafetensorsWriter {
  public:
   // Errors: throws Error(kIoError); so do write() and finish().
-  SafetensorsWriter(const std::string& path, const std::vector<TensorHeader>& tensors);
+  // `for_transformers`: the header has the metadata that transformers demands.
+  SafetensorsWriter(const std::string& path, const std::vector<TensorHeader>& tensors,
+                    bool for_transformers = false);
 
   // The values of the next tensor.
   void write(std::span<const float> values);

@@ -207,7 +207,7 @@ void show_opening(RankModel& model, const Evaluation& evaluation) {
     show_row("activations", "recompute " + recompute_name(model.options) +
                                 ", inputs of these blocks: " + activations_name(model.options));
   }
-  if (!model.options.evaluation_text.empty()) show_row("evaluation", evaluation_text(model, evaluation));
+  if (model.options.evaluates()) show_row("evaluation", evaluation_text(model, evaluation));
   if (model.options.generate > 0) {
     show_row("text", format_count(model.options.generate, "byte") + " to generate, with a pass for each" +
                          pass_text(model));

@@ -85,7 +85,7 @@ Evaluation::Evaluation(RankModel& model)
       pool_(value_or_throw(PinnedPool::create(*model.rank.backend, {.slab_bytes = 1}))),
       host_([&] {
         const std::size_t bytes =
-            std::max(model.gpt.row_count() * sizeof(RowLoss), kVocabulary * sizeof(float));
+            std::max(model.gpt.row_count() * sizeof(RowLoss), model.gpt.logit_count() * sizeof(float));
         return std::span(value_or_throw(pool_->allocate(bytes)), bytes);
       }()) {}
 
@@ -167,33 +167,57 @@ void Evaluation::append_losses(std::vector<double>& losses) {
 std::string Evaluation::generate(const std::function<void(std::string_view)>& show) {
   const OutsideOfSteps outside(*this);
   std::string text = model_.options.prompt;
+  std::vector<Token> tokens;
+  for (const char byte : text) tokens.push_back(static_cast<std::uint8_t>(byte));
   show(text);
   for (std::uint64_t i = 0; i < model_.options.generate; ++i) {
-    text += static_cast<char>(next_byte(text));
+    tokens.push_back(next_token(tokens));
+    text += static_cast<char>(tokens.back());
     show(std::string_view(text).substr(text.size() - 1));
   }
   check_same_on_all_ranks(text);
   return text;
 }
 
-// The model sees the last bytes that fit into a sample. Bytes behind them do not matter, because attention is
-// causal.
-std::uint8_t Evaluation::next_byte(std::string_view text) {
-  const std::string_view seen =
-      text.substr(text.size() - std::min(text.size(), model_.options.model.sequence));
+void Evaluation::logits(const std::function<void(std::span<const float>)>& take) {
+  const OutsideOfSteps outside(*this);
+  const std::size_t sequence = model_.options.model.sequence;
   const BatchFeed::Batch batch = model_.feed.next();
-  std::fill(batch.tokens.begin(), batch.tokens.end(), std::uint8_t{0});
-  std::fill(batch.targets.begin(), batch.targets.end(), std::uint8_t{0});
+  for (std::size_t b = 0; b < model_.options.batch; ++b) {
+    model_.evaluation_text.copy(0, batch.tokens.subspan(b * sequence, sequence));
+    model_.evaluation_text.copy(1, batch.targets.subspan(b * sequence, sequence));
+  }
+  pass();
+  if (!model_.grid.stage().is_last()) model_.compute.synchronize();
+  Communicator* const stages = model_.grid.forward();
+  for (std::size_t row = 0; row < sequence; ++row) {
+    std::vector<float> mine(model_.gpt.vocabulary());
+    if (model_.grid.stage().is_last()) mine = logits_of(row);
+    if (stages == nullptr) {
+      take(mine);
+    } else {
+      take(std::span<const float>(exchange<float>(*stages, mine)).last(mine.size()));
+    }
+  }
+}
+
+// The model sees the last tokens that fit into a sample. Tokens behind them do not matter, because attention
+// is causal.
+Token Evaluation::next_token(std::span<const Token> tokens) {
+  const std::span<const Token> seen = tokens.last(std::min(tokens.size(), model_.options.model.sequence));
+  const BatchFeed::Batch batch = model_.feed.next();
+  std::fill(batch.tokens.begin(), batch.tokens.end(), Token{0});
+  std::fill(batch.targets.begin(), batch.targets.end(), Token{0});
   std::copy(seen.begin(), seen.end(), batch.tokens.begin());
   pass();
-  std::uint8_t byte = 0;
+  Token token = 0;
   if (model_.grid.stage().is_last()) {
-    byte = choose(logits_of(seen.size() - 1), text.size());
+    token = choose(logits_of(seen.size() - 1), tokens.size());
   } else {
     model_.compute.synchronize();
   }
   Communicator* const stages = model_.grid.forward();
-  return stages != nullptr ? exchange<std::uint8_t>(*stages, std::span(&byte, 1)).back() : byte;
+  return stages != nullptr ? exchange<Token>(*stages, std::span(&token, 1)).back() : token;
 }
 
 std::vector<float> Evaluation::logits_of(std::size_t row) {
@@ -203,19 +227,19 @@ std::vector<float> Evaluation::logits_of(std::size_t row) {
   std::vector<float> logits(values, values + count);
   if (Communicator* const tensor = model_.grid.tensor(); tensor != nullptr)
     logits = exchange<float>(*tensor, logits);
-  logits.resize(kVocabulary);  // Padding is at the end.
+  logits.resize(model_.gpt.vocabulary());  // Padding is at the end.
   return logits;
 }
 
-std::uint8_t Evaluation::choose(const std::vector<float>& logits, std::uint64_t position) const {
+Token Evaluation::choose(const std::vector<float>& logits, std::uint64_t position) const {
   const auto largest = std::max_element(logits.begin(), logits.end());
   const double temperature = model_.options.temperature;
-  if (temperature == 0) return static_cast<std::uint8_t>(largest - logits.begin());
+  if (temperature == 0) return static_cast<Token>(largest - logits.begin());
   std::vector<double> weights;
   for (const float logit : logits)
     weights.push_back(std::exp((static_cast<double>(logit) - static_cast<double>(*largest)) / temperature));
   const std::uint64_t random = draw(model_.options.seed, kGenerationStream, position);
-  return static_cast<std::uint8_t>(draw_from(weights, static_cast<double>(random >> 11) * 0x1p-53));
+  return static_cast<Token>(draw_from(weights, static_cast<double>(random >> 11) * 0x1p-53));
 }
 
 void Evaluation::check_same_on_all_ranks(std::string_view text) {

@@ -35,9 +35,12 @@ class Evaluation {
   // between steps. Collective.
   double loss();
 
-  // Continues the prompt byte by byte, with one pass each; `show` gets each part when it is there. Returns
+  // Continues the prompt token by token, with one pass each; `show` gets each part when it is there. Returns
   // the prompt and the text. Order: as loss(). Errors: throws Error(kInternal) if ranks have different texts.
   std::string generate(const std::function<void(std::string_view)>& show);
+
+  // The logits of the text's first sample, in rows of the vocabulary; `take` gets each. Order: as loss().
+  void logits(const std::function<void(std::span<const float>)>& take);
 
   // The caller changed the weights other than by a step.
   void weights_changed() { applied_steps_ = UINT64_MAX; }
@@ -61,9 +64,9 @@ class Evaluation {
   template <typename Value>
   std::vector<Value> exchange_with_all(std::span<const Value> mine);
   void append_losses(std::vector<double>& losses);
-  std::uint8_t next_byte(std::string_view text);
+  Token next_token(std::span<const Token> tokens);
   std::vector<float> logits_of(std::size_t row);
-  std::uint8_t choose(const std::vector<float>& logits, std::uint64_t position) const;
+  Token choose(const std::vector<float>& logits, std::uint64_t position) const;
   void check_same_on_all_ranks(std::string_view text);
 
   RankModel& model_;

@@ -3,8 +3,10 @@
 #include <set>
 
 #include "forebay/error.h"
+#include "forebay/text.h"
 #include "model/random.h"
-#include "output/safetensors.h"
+#include "output/huggingface.h"
+#include "output/weight_files.h"
 
 namespace forebay::gpt {
 namespace {
@@ -37,30 +39,37 @@ void set_random(const std::vector<GptUnit>& units, std::uint64_t seed, const Par
 }
 
 void set_from_file(const std::vector<GptUnit>& units, const std::string& path, const ParameterSetter& set) {
-  SafetensorsReader file(path);
+  WeightFiles files(path);
   const auto refuse = [&](const std::string& found) {
-    throw Error(StatusCode::kCorruption, "--initial " + path + ": " + found +
+    throw Error(StatusCode::kCorruption, "--initial " + shown_path(path) + ": " + found +
                                              "; give weights of the same --layers, --hidden and --sequence");
+  };
+  // A model with its head has longer names than one without.
+  const auto name_of = [&](const GptParameter& parameter) {
+    const std::string published = published_name(parameter.name);
+    return files.find(published) != nullptr ? published : parameter.name;
   };
   std::set<std::string> known;
   for (const GptUnit& unit : units) {
     for (const GptParameter& parameter : unit.parameters) {
-      known.insert(parameter.name);
-      const auto place = file.tensors().find(parameter.name);
-      if (place == file.tensors().end()) refuse("tensor " + parameter.name + " is missing");
+      const std::string name = name_of(parameter);
+      known.insert(name);
+      const Tensor* const tensor = files.find(name);
+      if (tensor == nullptr) refuse("tensor " + name + " is missing");
       const std::vector<std::uint64_t> wanted(parameter.shape.begin(), parameter.shape.end());
-      if (place->second.shape != wanted) {
-        refuse("tensor " + parameter.name + " has the shape " + shape_text(place->second.shape) + ", not " +
+      if (tensor->shape != wanted) {
+        refuse("tensor " + name + " has the shape " + shape_text(tensor->shape) + ", not " +
                shape_text(wanted));
       }
     }
   }
-  for (const auto& [name, tensor] : file.tensors()) {
-    if (!known.contains(name)) refuse("tensor " + name + " is not one of this model");
+  for (const std::string& name : files.names()) {
+    if (!known.contains(name) && !is_derived_tensor(name))
+      refuse("tensor " + shown_value(name) + " is not one of this model");
   }
   for (std::size_t u = 0; u < units.size(); ++u) {
     for (std::size_t i = 0; i < units[u].parameters.size(); ++i)
-      set(u, i, file.read(units[u].parameters[i].name));
+      set(u, i, files.read(name_of(units[u].parameters[i])));
   }
 }
 

@@ -20,9 +20,10 @@ using ParameterSetter =
 
 void set_random(const std::vector<GptUnit>& units, std::uint64_t seed, const ParameterSetter& set);
 
-// From a safetensors file that has these tensors and no others.
+// From a safetensors file, or a model directory, that has these tensors and no others. The names may be those
+// of transformers; tensors that it derives from others are left out.
 // Errors: throws Error(kCorruption) naming a tensor that is missing, unknown or of another shape, and the
-// errors of SafetensorsReader.
+// errors of WeightFiles.
 void set_from_file(const std::vector<GptUnit>& units, const std::string& path, const ParameterSetter& set);
 
 }  // namespace forebay::gpt

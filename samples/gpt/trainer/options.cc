@@ -15,9 +15,12 @@
 #include "forebay/gloo_communicator.h"
 #include "forebay/sharding_arguments.h"
 #include "forebay/text.h"
+#include "forebay/units.h"
 #include "forebay/version.h"
 #include "model/matmul.h"
 #include "model/text.h"
+#include "model/tokens.h"
+#include "output/huggingface.h"
 
 namespace forebay::gpt {
 namespace {
@@ -31,6 +34,9 @@ constexpr int kThreadsMax = 256;                            // Per rank: the sam
 constexpr double kSingleMax = 3e38;                         // A larger value would be infinite in fp32,
 constexpr double kEpsilonMin = 1e-30;  // and a smaller epsilon zero, by which it divides.
 
+// The options that config.json of a model gives.
+constexpr const char* kModelSizes[] = {"--layers", "--hidden", "--heads", "--vocabulary"};
+
 // The options that become other values once all is parsed.
 struct Words {
   ShardingArguments<CLI::App> sharding;
@@ -38,6 +44,7 @@ struct Words {
   std::string recompute = "none";
   std::string activations = "keep";
   std::string schedule = "constant";
+  std::string export_shard;
 };
 
 // The whole of `text` as a number; none for other text.
@@ -110,7 +117,9 @@ void add_model_options(CLI::App& app, TrainerOptions& o) {
   model.number("--hidden", o.model.hidden, 1, kSizeMax,
                "Columns of the residual stream, a multiple of --heads");
   model.number("--heads", o.model.heads, 1, kSizeMax, "Attention heads");
-  model.number("--sequence", o.model.sequence, 1, kSizeMax, "Tokens per sample; a token is a byte");
+  model.number("--sequence", o.model.sequence, 1, kSizeMax, "Tokens per sample");
+  model.number("--vocabulary", o.model.vocabulary, 1, kVocabularyMax,
+               "Tokens that the model knows. A token of a text file is a byte; --data may have others");
 }
 
 void add_rank_options(CLI::App& app, TrainerOptions& o, Words& words) {
@@ -173,7 +182,7 @@ void add_training_options(CLI::App& app, TrainerOptions& o, Words& words) {
   training.text(
       "--data", o.data, "FILE",
       "In place of text, a file of tokens as 16-bit numbers, as nanoGPT and llm.c write them. It is "
-      "mapped, not read as a whole. Tokens are below 256");
+      "mapped, not read as a whole. Tokens are below --vocabulary");
   training.number("--batch", o.batch, 1, kSizeMax, "Samples per data-parallel rank and micro-step");
   training.number("--steps", o.steps, 0, (std::uint64_t{1} << 62) - 1,
                   "Steps in all, including those before a resume");
@@ -203,6 +212,7 @@ void add_use_options(CLI::App& app, TrainerOptions& o) {
   Section use(app, "Evaluation and generation (the training stays bit for bit the same)");
   use.text("--evaluation-text", o.evaluation_text, "FILE",
            "Text files that are not trained on; their mean loss is computed at the end");
+  use.text("--evaluation-data", o.evaluation_data, "FILE", "In place of that text, a file as for --data");
   use.number("--evaluate-every", o.evaluate_every, 0, UINT64_MAX,
              "Compute it after every N steps, too; 0: only at the end");
   use.number("--evaluation-samples", o.evaluation_samples, 0, UINT64_MAX,
@@ -214,7 +224,7 @@ void add_use_options(CLI::App& app, TrainerOptions& o) {
            "Divisor of the logits before a byte is drawn from their softmax; 0: the most likely byte");
 }
 
-void add_file_options(CLI::App& app, TrainerOptions& o) {
+void add_file_options(CLI::App& app, TrainerOptions& o, Words& words) {
   Section files(app, "Files");
   files.text("--save-state", o.save_state, "DIR", "Save the training state here at the end and on Ctrl-C");
   files.number("--save-every", o.save_every, 0, UINT64_MAX,
@@ -232,8 +242,17 @@ void add_file_options(CLI::App& app, TrainerOptions& o) {
                "When a rank of --ranks is lost, go on with the ranks that are left from the last state in "
                "--save-state; needs --resume")
       ->group("Files");
-  files.text("--initial", o.initial_file, "FILE", "Initial weights (safetensors)");
-  files.text("--export", o.export_file, "FILE", "Write the full fp32 weights here at the end (safetensors)");
+  files.text("--initial", o.initial_file, "FILE|DIR",
+             "Initial weights: a safetensors file, or a directory as transformers of Hugging Face writes it, "
+             "which gives the model's sizes, too");
+  files.text("--export", o.export_file, "FILE|DIR/",
+             "Write the full fp32 weights here at the end: a safetensors file, or a directory that "
+             "transformers reads");
+  files.text("--export-shard", words.export_shard, "BYTES", "The most bytes of one file in that directory",
+             "one file");
+  files.text("--logits", o.logits_file, "FILE",
+             "Write the logits of the first --sequence tokens of the text to evaluate here at the end "
+             "(safetensors, one row for each token)");
   files.text("--report", o.report_file, "FILE", "Write a report here at the end (JSON)");
   files.text("--timeline", o.timeline_file, "FILE",
              "Write a timeline here at the end, for chrome://tracing or ui.perfetto.dev (JSON); ranks after "
@@ -245,6 +264,16 @@ void add_file_options(CLI::App& app, TrainerOptions& o) {
 
 [[noreturn]] void refuse(const std::string& message) {
   throw Error(StatusCode::kInvalidArgument, message);
+}
+
+// A directory of --initial says how large the model is.
+void take_model_sizes(const CLI::App& app, TrainerOptions& o) {
+  if (!is_model_directory(o.initial_file)) return;
+  for (const char* option : kModelSizes) {
+    if (app.count(option) > 0)
+      refuse(std::string(option) + " is given by config.json in the directory of --initial; leave it out");
+  }
+  o.model = shape_of_model(o.initial_file, o.model);
 }
 
 DeviceChoice device_of(const std::string& text) {
@@ -272,6 +301,9 @@ void apply(Words& words, TrainerOptions& o) {
            "'; use none, block, or every:K: one layer of every K, at least 1");
   }
   o.recompute_every = static_cast<std::size_t>(*every);
+  if (!words.export_shard.empty() &&
+      (!parse_bytes(words.export_shard.c_str(), &o.export_shard_bytes) || o.export_shard_bytes == 0))
+    refuse("--export-shard is '" + words.export_shard + "'; use a size such as 4GiB");
   const std::optional<ActivationChoice> inputs = parse_activations(words.activations);
   if (!inputs || (inputs->tier == Tier::kFile && inputs->directories.empty())) {
     refuse("--activations is " + words.activations +
@@ -382,9 +414,18 @@ void check_options(const TrainerOptions& o) {
     refuse("--warmup is " + std::to_string(o.warmup) + " and --steps " + std::to_string(o.steps) +
            "; warm up for fewer steps, because the rate would never reach --lr");
   }
-  if (o.evaluation_text.empty() && o.evaluate_every + o.evaluation_samples > 0) {
+  if (!o.evaluation_text.empty() && !o.evaluation_data.empty())
+    refuse("--evaluation-text and --evaluation-data both name the text to evaluate; use one of them");
+  if (!o.evaluates() && o.evaluate_every + o.evaluation_samples > 0) {
     refuse(std::string(o.evaluate_every > 0 ? "--evaluate-every" : "--evaluation-samples") +
            " needs a text to evaluate; add --evaluation-text FILE");
+  }
+  if (o.export_shard_bytes > 0 && !o.export_file.ends_with('/') && !is_model_directory(o.export_file))
+    refuse("--export-shard is the size of the files in a directory; add --export DIR/");
+  if (!o.logits_file.empty() && !o.evaluates()) refuse("--logits needs a text; add --evaluation-text FILE");
+  if (o.generate > 0 && o.model.vocabulary != kVocabulary) {
+    refuse("--generate writes text, and the tokens of a --vocabulary of " +
+           std::to_string(o.model.vocabulary) + " are not bytes; leave --generate out");
   }
   if (o.generate == 0 &&
       (o.prompt != TrainerOptions().prompt || o.temperature != TrainerOptions().temperature))
@@ -423,7 +464,7 @@ ParsedCommand parse_command(const std::vector<std::string>& arguments) {
   add_sharding_options(app, options, words);
   add_compute_options(app, options, words);
   add_use_options(app, options);
-  add_file_options(app, options);
+  add_file_options(app, options, words);
 
   const CommandText description = describe_command(app, kProgram);
   const auto complain = [](const std::string& message) -> ParsedCommand {
@@ -438,6 +479,7 @@ ParsedCommand parse_command(const std::vector<std::string>& arguments) {
     refuse_empty(arguments);
     app.parse(std::vector<std::string>(arguments.rbegin(), arguments.rend()));  // As CLI11 wants them.
     apply(words, options);
+    take_model_sizes(app, options);
     check_options(options);
   } catch (const CLI::CallForHelp&) {
     std::fputs(help_text(description, terminal_width()).c_str(), stdout);
@@ -473,7 +515,12 @@ TrainerOptions resolve_options(TrainerOptions options) {
 }
 
 Text training_text(const TrainerOptions& o) {
-  return o.data.empty() ? Text::read(o.text) : Text::map(o.data);
+  return o.data.empty() ? Text::read(o.text, o.model.vocabulary) : Text::map(o.data, o.model.vocabulary);
+}
+
+Text evaluation_text(const TrainerOptions& o) {
+  return o.evaluation_data.empty() ? Text::read(o.evaluation_text, o.model.vocabulary)
+                                   : Text::map(o.evaluation_data, o.model.vocabulary);
 }
 
 ScheduleOptions schedule_of(const TrainerOptions& o) {
@@ -549,6 +596,7 @@ std::vector<std::pair<std::string, std::string>> training_of(const TrainerOption
       {"device", o.device.cuda ? "cuda" : "host"},
       {"matmul", o.matmul},
       {"initial", given(o.initial_file)}};
+  if (o.model.vocabulary != kVocabulary) all.emplace_back("vocabulary", std::to_string(o.model.vocabulary));
   if (o.optimizer != Optimizer::kAdamW) all.emplace_back("optimizer", option_text(o, "optimizer"));
   if (o.moments != MomentFormat::kFloat32) all.emplace_back("moments", option_text(o, "moments"));
   if (!o.master_weights) all.emplace_back("master-weights", option_text(o, "master-weights"));
@@ -571,6 +619,7 @@ std::vector<std::pair<std::string, std::string>> agreement_of(const TrainerOptio
       {"--load-state", given(o.load_state)},
       {"--load-step", std::to_string(o.load_step)},
       {"--export", given(o.export_file)},
+      {"--logits", given(o.logits_file)},
       {"--evaluate-every", std::to_string(o.evaluate_every)},
       {"--evaluation-samples", std::to_string(o.evaluation_samples)},
       {"--generate", std::to_string(o.generate)},

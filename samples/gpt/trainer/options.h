@@ -63,7 +63,8 @@ struct TrainerOptions : ShardingOptions {
   std::string data;               // A file of tokens in place of text.
 
   // Evaluations and generated text use the weights and leave the training as it is.
-  std::vector<std::string> evaluation_text;  // Files; empty: no evaluation.
+  std::vector<std::string> evaluation_text;  // Files.
+  std::string evaluation_data;               // A file of tokens in place of them.
   std::uint64_t evaluate_every = 0;          // Steps; 0: at the end only.
   std::uint64_t evaluation_samples = 0;      // At most; 0: the whole text.
   std::uint64_t generate = 0;                // Bytes of text, at the end.
@@ -76,15 +77,19 @@ struct TrainerOptions : ShardingOptions {
   std::uint64_t save_every = 0;
   int keep = 1;  // States in save_state.
   std::string load_state;
-  std::uint64_t load_step = 0;  // 0: the newest.
-  bool resume = false;          // Load from save_state once it holds a state.
-  bool elastic = false;         // After a loss, the ranks that are left go on from save_state.
-  std::string initial_file;
-  std::string export_file;
+  std::uint64_t load_step = 0;           // 0: the newest.
+  bool resume = false;                   // Load from save_state once it holds a state.
+  bool elastic = false;                  // After a loss, the ranks that are left go on from save_state.
+  std::string initial_file;              // Or a directory with a model.
+  std::string export_file;               // Or a directory.
+  std::uint64_t export_shard_bytes = 0;  // A file in that directory has at most so many; 0: one file.
+  std::string logits_file;
   std::string report_file;
   std::string timeline_file;
   std::string flight_recorder;  // A directory.
   bool progress = true;         // Lines on stderr.
+
+  bool evaluates() const { return !evaluation_text.empty() || !evaluation_data.empty(); }
 };
 
 // Parses the command line, without the program's name. Returns the options, or the exit code: 0 after --help
@@ -98,6 +103,8 @@ ParsedCommand parse_command(const std::vector<std::string>& arguments);
 
 // The text to train on. Errors: those of Text.
 Text training_text(const TrainerOptions& options);
+// The text to evaluate; empty if there is none. Errors: those of Text.
+Text evaluation_text(const TrainerOptions& options);
 
 // The learning rates of the steps.
 ScheduleOptions schedule_of(const TrainerOptions& options);

@@ -100,7 +100,7 @@ RankModel::RankModel(const TrainerOptions& trainer_options, const Rank& opened)
       communicator(*rank.communicator),
       grid(communicator, grid_options(options)),
       text(training_text(options)),
-      evaluation_text(Text::read(options.evaluation_text)),
+      evaluation_text(gpt::evaluation_text(options)),
       whole_units(describe_units(options.model)),
       units(part_of(stage_of(whole_units, grid.stage()), grid.tensor_part())),
       compute(*rank.backend, /*queues=*/rank.on_gpu()),
@@ -112,7 +112,7 @@ RankModel::RankModel(const TrainerOptions& trainer_options, const Rank& opened)
       engine_model(engine, units, compute, grid.ends()),
       inputs(place_inputs()),
       gpt(make_gpt(inputs.get())),
-      feed(*rank.backend, gpt.row_count()) {
+      feed(*rank.backend, gpt) {
   const auto check_length = [&](const std::string& option, const Text& given) {
     if (given.size() > options.model.sequence) return;
     throw Error(StatusCode::kInvalidArgument,
@@ -121,7 +121,9 @@ RankModel::RankModel(const TrainerOptions& trainer_options, const Rank& opened)
                     "; give more with " + option);
   };
   check_length(options.data.empty() ? "--text" : "--data", text);
-  if (!options.evaluation_text.empty()) check_length("--evaluation-text", evaluation_text);
+  if (options.evaluates())
+    check_length(options.evaluation_data.empty() ? "--evaluation-text" : "--evaluation-data",
+                 evaluation_text);
   compute.run([threads = rank.threads] { set_compute_threads(threads); });
   compute.synchronize();  // Throws when the threads cannot be started.
   engine_model.set_model(gpt, inputs != nullptr ? inputs->device_bytes() : 0);

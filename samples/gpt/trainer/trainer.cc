@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <exception>
+#include <memory>
 #include <numeric>
 #include <optional>
 #include <span>
@@ -14,6 +15,7 @@
 #include "output/files.h"
 #include "output/output_file.h"
 #include "output/progress.h"
+#include "output/safetensors.h"
 #include "output/summary.h"
 #include "parallel/parted_state.h"
 #include "trainer/initial.h"
@@ -85,11 +87,12 @@ TrainingReport Trainer::train() {
     }
   }
   const bool was_evaluated = !report.evaluations.empty() && report.evaluations.back().step == steps_done();
-  if (!options_.evaluation_text.empty() && !report.interrupted && !was_evaluated) evaluate(report, progress);
+  if (options_.evaluates() && !report.interrupted && !was_evaluated) evaluate(report, progress);
   meter_.pause();
   progress.end();
   report.steps = steps_done();
   if (options_.generate > 0 && !report.interrupted) report.generated = generate();
+  if (!options_.logits_file.empty() && !report.interrupted) write_logits();
   fill_report(model_, meter_, evaluation_, most_passes_in_flight_, report);
 
   if (!options_.save_state.empty() && saved_step_ != report.steps) save();
@@ -270,6 +273,19 @@ std::string Trainer::generate() {
   });
   if (shows) show_generated("\n");
   return text;
+}
+
+void Trainer::write_logits() {
+  const AverageInUse average(options_, model_.engine, evaluation_);
+  std::unique_ptr<SafetensorsWriter> writer;
+  const GptShape& shape = options_.model;
+  const std::vector<TensorHeader> headers = {{"logits", {shape.sequence, shape.vocabulary}}};
+  if (model_.rank.place.rank == 0)
+    writer = std::make_unique<SafetensorsWriter>(options_.logits_file, headers);
+  evaluation_.logits([&](std::span<const float> row) {
+    if (writer != nullptr) writer->write(row);
+  });
+  if (writer != nullptr) writer->finish();
 }
 
 // Each rank writes its own. A timeline that cannot be written does not fail the training.

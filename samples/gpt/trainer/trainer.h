@@ -30,6 +30,7 @@ class Trainer {
   void finish_save();
   void evaluate(TrainingReport& report, Progress& progress);
   std::string generate();
+  void write_logits();
   void write_timeline();
 
   StepResult step();

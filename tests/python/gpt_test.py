@@ -1,0 +1,158 @@
+"""forebay-gpt with models of transformers: the same logits, and every tensor back bit for bit.
+
+Small models with random weights, which the test writes; nothing is fetched.
+"""
+
+import json
+import os
+import pathlib
+import subprocess
+import tempfile
+import unittest
+import warnings
+
+import support
+
+support.need("torch", "transformers", "safetensors")
+PROGRAM = os.environ.get("FOREBAY_GPT")
+if not PROGRAM:
+    support.skip("FOREBAY_GPT does not name the program")
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import numpy
+import torch
+import transformers
+from safetensors.torch import load_file
+
+torch.set_num_threads(1)
+transformers.logging.set_verbosity_error()
+warnings.simplefilter("ignore")
+
+SEQUENCE = 24
+
+
+def gpt2(vocabulary=300):
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(
+        vocab_size=vocabulary, n_positions=40, n_embd=48, n_layer=3, n_head=4, bos_token_id=0, eos_token_id=0))
+
+
+MODELS = {"gpt2": gpt2}
+
+
+def tensors(directory):
+    found = {}
+    for file in sorted(pathlib.Path(directory).glob("*.safetensors")):
+        found.update(load_file(file))
+    return found
+
+
+class Models(unittest.TestCase):
+    def setUp(self):
+        place = tempfile.TemporaryDirectory()
+        self.addCleanup(place.cleanup)
+        self.place = pathlib.Path(place.name)
+        generator = numpy.random.default_rng(7)
+        self.tokens = generator.integers(0, 300, SEQUENCE + 1).astype(numpy.uint16)
+        self.tokens.tofile(self.place / "tokens.bin")
+
+    def run_program(self, *words, steps=0):
+        done = subprocess.run([PROGRAM, "--quiet", "--steps", str(steps), "--sequence", str(SEQUENCE), "--batch", "2",
+                               *words],
+                              capture_output=True, text=True, timeout=300, check=False)
+        self.assertEqual(done.returncode, 0, done.stderr)
+
+    def with_text(self):
+        file = str(self.place / "tokens.bin")
+        return ["--data", file, "--evaluation-data", file]
+
+    def saved(self, name, dtype=torch.float32, **options):
+        """A model with weights large enough to tell wrong arithmetic from rounding."""
+        torch.manual_seed(11)
+        model = MODELS[name]().to(dtype).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.1 * torch.randn_like(parameter))
+        model.save_pretrained(self.place / "in", **options)
+        return model
+
+    def logits(self, model):
+        with torch.no_grad():
+            return model(torch.tensor(self.tokens[:SEQUENCE].astype("int64"))[None]).logits[0]
+
+    def test_logits_agree_and_tensors_come_back(self):
+        for name in MODELS:
+            for options in ([], ["--ranks", "2", "--stage", "3"], ["--ranks", "2", "--tensor-parallel", "2"],
+                            ["--ranks", "2", "--pipeline-parallel", "2", "--micro-steps", "2"]):
+                with self.subTest(name=name, options=options), tempfile.TemporaryDirectory() as out:
+                    model = self.saved(name)
+                    self.run_program("--initial", str(self.place / "in"), "--export", f"{out}/model/", "--logits",
+                                     f"{out}/logits", *self.with_text(), *options)
+
+                    expected = self.logits(model)
+                    found = load_file(f"{out}/logits")["logits"]
+                    self.assertEqual(found.shape, expected.shape)
+                    self.assertLess((found - expected).abs().max().item(), 1e-4)
+                    self.assertGreater(expected.abs().max().item(), 0.5)
+                    before, after = tensors(self.place / "in"), tensors(f"{out}/model")
+                    self.assertEqual(before.keys(), after.keys())
+                    for key, value in before.items():
+                        self.assertEqual(value.dtype, after[key].dtype)
+                        self.assertTrue(torch.equal(value, after[key]), key)
+                    again = transformers.AutoModelForCausalLM.from_pretrained(f"{out}/model")
+                    self.assertIs(type(again), type(model))
+                    self.assertTrue(torch.equal(self.logits(again.eval()), expected))
+
+    def test_shards_are_read_and_written(self):
+        for name in MODELS:
+            with self.subTest(name=name), tempfile.TemporaryDirectory() as out:
+                model = self.saved(name, max_shard_size="150KB")
+                self.assertTrue((self.place / "in/model.safetensors.index.json").exists())
+                self.run_program("--initial", str(self.place / "in"), "--export", out, "--export-shard", "100KB",
+                                 *self.with_text())
+                index = json.loads(pathlib.Path(out, "model.safetensors.index.json").read_text())
+                self.assertGreater(len(set(index["weight_map"].values())), 2)
+                again = transformers.AutoModelForCausalLM.from_pretrained(out)
+                for key, value in model.state_dict().items():
+                    self.assertTrue(torch.equal(value, again.state_dict()[key]), key)
+                for file in (self.place / "in").iterdir():
+                    file.unlink()
+
+    def test_half_precision_is_widened_exactly(self):
+        for name in MODELS:
+            with self.subTest(name=name), tempfile.TemporaryDirectory() as out:
+                model = self.saved(name, torch.bfloat16)
+                self.run_program("--initial", str(self.place / "in"), "--export", f"{out}/", *self.with_text())
+                after = tensors(out)
+                for key, value in tensors(self.place / "in").items():
+                    self.assertTrue(torch.equal(value.float(), after[key]), key)
+                self.assertEqual(model.dtype, torch.bfloat16)
+
+    def test_a_model_trains_further(self):
+        for name in MODELS:
+            with self.subTest(name=name), tempfile.TemporaryDirectory() as out:
+                model = self.saved(name)
+                generator = numpy.random.default_rng(8)
+                generator.integers(0, 300, 500).astype(numpy.uint16).tofile(self.place / "text.bin")
+                self.run_program("--initial", str(self.place / "in"), "--export", f"{out}/", "--data",
+                                 str(self.place / "text.bin"), "--ranks", "2", "--stage", "2", steps=3)
+                again = transformers.AutoModelForCausalLM.from_pretrained(out)
+                self.assertFalse(torch.equal(self.logits(again.eval()), self.logits(model)))
+
+    def test_settings_that_it_lacks_are_refused(self):
+        for name, key, value in (("gpt2", "activation_function", "relu"), ("gpt2", "model_type", "bert"),
+                                 ("gpt2", "n_inner", 40), ("gpt2", "n_layer", -1)):
+            with self.subTest(name=name, key=key):
+                self.saved(name)
+                file = self.place / "in/config.json"
+                config = json.loads(file.read_text())
+                config[key] = value
+                file.write_text(json.dumps(config))
+                done = subprocess.run([PROGRAM, "--initial", str(self.place / "in"), "--steps", "0"],
+                                      capture_output=True, text=True, check=False)
+                self.assertEqual(done.returncode, 2)
+                self.assertIn(key, done.stderr)
+
+
+if __name__ == "__main__":
+    support.main()
