@@ -58,7 +58,7 @@ class ModelDirectoryWriter {
   const std::string directory_;
   const std::vector<TensorHeader> tensors_;
   std::vector<Shard> shards_;
-  std::unique_ptr<SafetensorsWriter> writer_;  // Of the shard that has the next tensor.
+  std::unique_ptr<SafetensorsWriter> writer_;  // For the shard with the next tensor.
   std::size_t shard_ = 0;
   std::size_t written_ = 0;  // Tensors.
 };
