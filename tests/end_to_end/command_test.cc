@@ -161,6 +161,9 @@ TEST_F(Command, RefusesPlacesItCannotWriteToBeforeItTrains) {
   const std::string loop = directory_ / "loop";
   const std::string long_path = directory_ / std::string(5000, 'x');
   fs::create_symlink(loop, loop);
+  const std::string model = directory_ / "model";
+  fs::create_directory(model);
+  std::ofstream(model + "/config.json") << "{}";
   std::ofstream(file) << "text";
   ASSERT_EQ(::mkfifo(pipe.c_str(), 0600), 0);
   ASSERT_EQ(run_program(kTiny + Words{"--save-state", state}).exit_code, 0);
@@ -169,7 +172,10 @@ TEST_F(Command, RefusesPlacesItCannotWriteToBeforeItTrains) {
     std::string named;
   } cases[] = {
       {{"--report", directory_.path()}, "is a directory"},
-      {{"--export", directory_.path()}, "is a directory"},
+      {{"--export", model}, "holds a model already"},
+      {{"--export", file + "/"}, "cannot make or read the directory"},
+      {{"--export", loop + "/"}, "cannot make or read the directory"},
+      {{"--export", long_path + "/"}, "xxx..."},
       {{"--export", pipe}, "is not a regular file"},
       {{"--export", "/dev/null"}, "is not a regular file"},
       {{"--export", loop}, "--export: cannot write"},

@@ -147,11 +147,13 @@ void ModelDirectoryWriter::finish() {
 void prepare_model_directory(const std::string& directory) {
   std::error_code error;
   fs::create_directories(directory, error);
-  if (!fs::is_directory(directory)) {
-    throw Error(StatusCode::kIoError, "cannot make the directory " + shown_path(directory) + ": " +
+  const fs::directory_iterator entries =
+      error ? fs::directory_iterator() : fs::directory_iterator(directory, error);
+  if (error) {
+    throw Error(StatusCode::kIoError, "cannot make or read the directory " + shown_path(directory) + ": " +
                                           error.message() + "; give one that exists or can be made");
   }
-  for (const fs::directory_entry& entry : fs::directory_iterator(directory)) {
+  for (const fs::directory_entry& entry : entries) {
     const std::string name = entry.path().filename().string();
     if (name != "config.json" && name != kIndexFile && entry.path().extension() != ".safetensors") continue;
     throw Error(StatusCode::kInvalidArgument, shown_path(directory) + " holds a model already (" +
