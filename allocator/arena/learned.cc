@@ -14,7 +14,6 @@ namespace internal {
 
 namespace {
 
-constexpr std::string_view kVersion = "2\n";
 // Neighbours that are always mapped together become one chunk, up to this. Larger: fewer driver calls.
 // Smaller: a program that goes another way can use more of the memory elsewhere.
 constexpr std::size_t kLearnedChunkMax = 32_MiB;
@@ -22,12 +21,6 @@ constexpr std::size_t kLearnedChunkMax = 32_MiB;
 // The most mappings and chunks of a file. Smaller: a job of very many steps is refused. Larger: a damaged
 // file takes more memory.
 constexpr std::size_t kMappingsMax = std::size_t{1} << 22;
-
-std::uint64_t checksum(std::string_view text) {
-  std::uint64_t sum = 0xCBF29CE484222325;
-  for (const char c : text) sum = (sum ^ static_cast<unsigned char>(c)) * 0x100000001B3;
-  return sum;
-}
 
 // Numbers of seven bits a byte, the lowest first.
 void put(std::uint64_t value, std::string* text) {
@@ -103,6 +96,12 @@ bool is_possible(const LearnedPlacements& learned) {
 
 // --- the form ----------------------------------------------------
 
+std::uint64_t learned_checksum(std::string_view text) {
+  std::uint64_t sum = 0xCBF29CE484222325;
+  for (const char c : text) sum = (sum ^ static_cast<unsigned char>(c)) * 0x100000001B3;
+  return sum;
+}
+
 std::size_t LearnedPlacements::held_bytes() const {
   return std::accumulate(chunk_bytes.begin(), chunk_bytes.end(), std::size_t{0});
 }
@@ -128,8 +127,8 @@ std::string LearnedPlacements::encode() const {
   }
   std::string text;
   text += kLearnedHeadline;
-  text += kVersion;
-  const std::uint64_t sum = checksum(body);
+  text += kLearnedVersion;
+  const std::uint64_t sum = learned_checksum(body);
   for (int i = 0; i < 8; ++i) text.push_back(static_cast<char>(sum >> (8 * i)));
   return text + body;
 }
@@ -138,16 +137,16 @@ Result<LearnedPlacements> LearnedPlacements::decode(std::string_view text) {
   if (!text.starts_with(kLearnedHeadline))
     return refused("the file is none of `forebay replay --learn`; name one that it wrote");
   text.remove_prefix(kLearnedHeadline.size());
-  if (!text.starts_with(kVersion))
+  if (!text.starts_with(kLearnedVersion))
     return refused("another version of forebay wrote the file; learn them again (forebay replay --learn)");
-  text.remove_prefix(kVersion.size());
+  text.remove_prefix(kLearnedVersion.size());
   const Status damaged =
       refused("the file is damaged or not complete; learn them again (forebay replay --learn)");
   if (text.size() < 8) return damaged;
   std::uint64_t sum = 0;
   for (int i = 0; i < 8; ++i) sum |= std::uint64_t{static_cast<unsigned char>(text[i])} << (8 * i);
   text.remove_prefix(8);
-  if (checksum(text) != sum) return damaged;
+  if (learned_checksum(text) != sum) return damaged;
 
   NumberReader reader(text);
   LearnedPlacements learned;

@@ -15,8 +15,11 @@
 
 namespace forebay::internal {
 
-// The first words of the text; the version of the form follows.
+// The first words of the text, and the version of the form, which follows them. The checksum of the rest
+// comes next, its lowest byte first.
 inline constexpr std::string_view kLearnedHeadline = "forebay learned placements ";
+inline constexpr std::string_view kLearnedVersion = "2\n";
+std::uint64_t learned_checksum(std::string_view text);
 
 // A request, as StepMemory identifies it, and its block's offset in the address range.
 struct LearnedPlacement {

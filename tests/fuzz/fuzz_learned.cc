@@ -14,6 +14,7 @@
 #include "forebay/units.h"
 #include "runtime/device/model/script.h"
 #include "tests/allocator/arena/watched_backend.h"
+#include "tests/fuzz/learned_input.h"
 #include "tests/fuzz/picker.h"
 
 // Learned placements: the bytes as a file, and as placements that an arena follows. Any of them may cost the
@@ -134,14 +135,8 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   const std::string_view rest(reinterpret_cast<const char*>(data) + 1, size - 1);
   internal::LearnedPlacements learned;
   if (data[0] == 'f' || data[0] == 'n') {
-    std::string file(rest);
-    if (data[0] == 'n') {
-      std::uint64_t sum = 0xCBF29CE484222325;
-      for (const char c : rest) sum = (sum ^ static_cast<unsigned char>(c)) * 0x100000001B3;
-      file = std::string(internal::kLearnedHeadline) + "1\n";
-      for (int i = 0; i < 8; ++i) file.push_back(static_cast<char>(sum >> (8 * i)));
-      file += rest;
-    }
+    const std::string file =
+        forebay::testing::learned_file(std::string_view(reinterpret_cast<const char*>(data), size));
     Result<internal::LearnedPlacements> decoded = internal::LearnedPlacements::decode(file);
     if (!decoded.ok()) return 0;
     learned = std::move(decoded).value();
