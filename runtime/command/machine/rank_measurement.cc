@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <bit>
-#include <cmath>
 #include <cstdlib>
 #include <exception>
 #include <filesystem>
@@ -23,6 +22,7 @@
 #include "forebay/kernels.h"
 #include "forebay/pinned_pool.h"
 #include "forebay/shm_communicator.h"
+#include "runtime/command/machine/measured_update.h"
 
 namespace forebay {
 namespace {
@@ -113,29 +113,12 @@ class RankBench {
     const std::uint64_t count = bytes / element / kLeafCount * kLeafCount;
     const Block block(backend_, count * element);
     throw_if_error(backend_.fill_async(block.data(), 0, count * element, stream_));
-    auto* const master = reinterpret_cast<float*>(block.data());
-    std::byte* const gradient = block.data() + 3 * count * sizeof(float);
-    const bool narrow = dtype != DataType::kFloat32;
-    const AdamWArguments update{.gradient = gradient,
-                                .master = master,
-                                .m = master + count,
-                                .v = master + 2 * count,
-                                .parameter = narrow ? gradient : nullptr,
-                                .count = count,
-                                .gradient_type = dtype,
-                                .parameter_type = dtype,
-                                .factor = 1,
-                                .lr = 1e-3F,
-                                .weight_decay = 0,
-                                .beta1 = 0.9F,
-                                .beta2 = 0.999F,
-                                .eps = 1e-8F,
-                                .a1 = 0.1F,
-                                .a2 = 0.001F,
-                                .c1 = 0.1F,
-                                .s2 = std::sqrt(0.001F)};
+    auto* const states = reinterpret_cast<float*>(block.data());
+    const AdamWArguments update = measured_update(states, states + 3 * count, count, dtype);
     const double time = seconds([&] { throw_if_error(kernels_->adamw(update, stream_)); });
-    return static_cast<double>(count * (6 * sizeof(float) + (narrow ? 2 : 1) * element_bytes(dtype))) / time;
+    return static_cast<double>(
+               count * (6 * sizeof(float) + (dtype == DataType::kFloat32 ? 1 : 2) * element_bytes(dtype))) /
+           time;
   }
 
   double copy_rate(std::uint64_t bytes) {

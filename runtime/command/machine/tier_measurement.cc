@@ -16,6 +16,7 @@
 #include "forebay/pinned_pool.h"
 #include "forebay/thread_binding.h"
 #include "forebay/units.h"
+#include "runtime/command/machine/measured_update.h"
 
 namespace forebay {
 namespace {
@@ -143,33 +144,14 @@ Result<double> triad_rate(const NodeBench& node, std::chrono::nanoseconds durati
 }
 
 Result<double> adamw_rate(const NodeBench& node, DataType dtype, std::chrono::nanoseconds duration) {
-  const bool has_parameter = dtype != DataType::kFloat32;
   const std::size_t state_bytes = 3 * sizeof(float);
   // Whole pages of elements, so that every array begins where the kernels like it.
   constexpr std::size_t kGranule = 4096;
   const std::size_t count = node.bytes / (state_bytes + element_bytes(dtype)) / kGranule * kGranule;
-  auto* const master = reinterpret_cast<float*>(node.memory);
-  void* const gradient = master + 3 * count;
+  auto* const states = reinterpret_cast<float*>(node.memory);
   HostAdamArguments step{};
-  step.update = {.gradient = gradient,
-                 .master = master,
-                 .m = nullptr,
-                 .v = nullptr,
-                 .parameter = has_parameter ? gradient : nullptr,
-                 .count = count,
-                 .gradient_type = dtype,
-                 .parameter_type = dtype,
-                 .factor = 1,
-                 .lr = 1e-3F,
-                 .weight_decay = 0,
-                 .beta1 = 0.9F,
-                 .beta2 = 0.999F,
-                 .eps = 1e-8F,
-                 .a1 = 0.1F,
-                 .a2 = 0.001F,
-                 .c1 = 0.1F,
-                 .s2 = std::sqrt(0.001F)};
-  step.moments = {MomentFormat::kFloat32, master + count, master + 2 * count, nullptr, nullptr};
+  step.update = measured_update(states, states + 3 * count, count, dtype);
+  step.moments = {MomentFormat::kFloat32, step.update.m, step.update.v, nullptr, nullptr};
   std::memset(node.memory, 0, count * (state_bytes + element_bytes(dtype)));
   const auto seconds = median_seconds(duration, [&] { return host_adam(step, *node.runner); });
   FOREBAY_RETURN_IF_ERROR(seconds.status());

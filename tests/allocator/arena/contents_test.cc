@@ -14,7 +14,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <cstdlib>
@@ -244,19 +243,20 @@ class Worker {
     while (!blocks_.empty()) free_block(blocks_.size() - 1);
     destroy_slot();
     open_all();
+    synchronize();
+  }
+  void synchronize() {
     for (auto& lane : lanes_) lane->synchronize();
   }
-  // Called when all threads have ended and all blocks without an owner are freed. A try may only record the
-  // event that the next one finds completed; then there is room.
-  void finish() {
-    if (!paused_) return;
-    Status resumed = stage_.arena.resume(tag_);
-    for (int tries = 0; tries < 1000 && resumed.code() == StatusCode::kOutOfMemory; ++tries) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
-      resumed = stage_.arena.resume(tag_);
-    }
+  // Called when all threads have ended and all blocks without an owner are freed. False: freed memory waits
+  // for an event that this try has recorded.
+  bool finish() {
+    if (!paused_) return true;
+    const Status resumed = stage_.arena.resume(tag_);
+    if (resumed.code() == StatusCode::kOutOfMemory) return false;
     stage_.must(resumed);
     paused_ = false;
+    return true;
   }
 
  private:
@@ -284,7 +284,7 @@ class Worker {
   }
   void synchronize_all() {
     open_all();
-    for (auto& lane : lanes_) lane->synchronize();
+    synchronize();
   }
   const std::byte* some_contents() { return stage_.table + pick(kTableBytes - kBlockBytesMax); }
 
@@ -593,7 +593,15 @@ void run_on(Backend& backend, std::uint64_t seed, std::uint64_t operation_count,
         EXPECT_TRUE(arena->free(offer.block.address, {}).ok());
         EXPECT_TRUE(backend.event_destroy(offer.written).ok());
       }
-      for (auto& worker : workers) worker->finish();
+      // A try ends one event of each stream and may record one more.
+      bool finished = false;
+      for (int tries = 0; tries < 4 && !finished; ++tries) {
+        for (auto& worker : workers) worker->synchronize();
+        EXPECT_TRUE(backend.stream_synchronize({}).ok());
+        finished = true;
+        for (auto& worker : workers) finished = worker->finish() && finished;
+      }
+      EXPECT_TRUE(finished) << arena->report();
     }
     for (const Event event : stage.idle_events) EXPECT_TRUE(backend.event_destroy(event).ok());
 

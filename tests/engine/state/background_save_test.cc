@@ -273,8 +273,10 @@ TEST_F(BackgroundSave, TwoEnginesOfAProcessDoNotSaveInOneDirectoryAtOnce) {
   ToyOptions options = options_for(2, DataType::kBfloat16, 1);
   options.engine.save_async = true;
   std::atomic<bool> waits{true};
-  options.hooks.before_state_write = [&](std::uint64_t) {
-    while (waits) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  options.hooks.before_state_write = [&](std::uint64_t) { waits.wait(true); };
+  const auto go_on = [&] {
+    waits = false;
+    waits.notify_all();
   };
   run_ranks(1, {}, [&](Rank& rank) {
     ToyTrainer first(options, rank);
@@ -292,13 +294,13 @@ TEST_F(BackgroundSave, TwoEnginesOfAProcessDoNotSaveInOneDirectoryAtOnce) {
           } else {
             second.engine().save_state(directory_, "second");
           }
-          waits = false;
+          go_on();
           ADD_FAILURE() << "both save";
         } catch (const Error& error) {
           EXPECT_EQ(error.code(), StatusCode::kUnavailable) << error.what();
         }
       }
-      waits = false;
+      go_on();
       first.engine().save_state_end();
       second.engine().save_state_begin(directory_, "second");
       second.engine().save_state_end();
