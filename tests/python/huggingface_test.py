@@ -26,6 +26,9 @@ torch.set_num_threads(1)
 torch.use_deterministic_algorithms(True)
 transformers.logging.set_verbosity_error()
 warnings.simplefilter("ignore")
+# torch 2.4 cannot load a file to the device "cpu:0", which the Trainer of transformers 4.46 asks for, with forebay or without.
+torch.serialization.register_package(9, lambda storage: None,
+                                     lambda storage, place: storage if place == "cpu:0" else None)
 
 VOCABULARY = 96
 
