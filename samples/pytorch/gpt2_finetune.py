@@ -10,6 +10,7 @@ import argparse
 import os
 import pathlib
 
+import accelerate
 import forebay
 import torch
 import transformers
@@ -29,8 +30,9 @@ torch.manual_seed(0)
 no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 if arguments.weights:
     config = transformers.GPT2Config.from_pretrained(arguments.weights, **no_dropout)
-    with torch.device("meta"):  # No rank ever holds the whole model.
+    with accelerate.init_empty_weights():  # No rank ever holds the whole model. Buffers have their values.
         model = transformers.GPT2LMHeadModel(config)
+    model.tie_weights()  # init_empty_weights() parts the head from the embedding.
 else:
     config = transformers.GPT2Config(vocab_size=256, n_positions=arguments.length, n_embd=64, n_layer=3, n_head=4,
                                      bos_token_id=0, eos_token_id=0, **no_dropout)

@@ -310,7 +310,8 @@ def load(model: nn.Module, path: Path) -> List[str]:
     if left:
         names = sorted(sharded.names[p] for p in left)
         raise InvalidArgument(f"{path} lacks {len(names)} parameters, {names[0]} first; its names must be those of "
-                              "model.named_parameters()")
+                              "model.named_parameters(); if it is a tied parameter, call model.tie_weights() before "
+                              "forebay.shard()")
     return unknown
 
 
