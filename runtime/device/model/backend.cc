@@ -697,8 +697,11 @@ class ModelBackendImpl final : public ScriptedModelBackend {
   bool pass_time(std::unique_lock<std::mutex>& lock) {
     if (!timed_->any()) return false;
     const ModelStreamTime spent = watched_ != nullptr ? account() : ModelStreamTime{};
+    const bool host_worked = !host_task_.empty();
     const std::chrono::nanoseconds passed = timed_->advance();
     if (watched_ != nullptr && passed.count() > 0) add_watched(spent, passed);
+    // The end of the host's own work lets no stream go on.
+    if (timed_->ended_count() == (host_worked && host_task_.empty() ? 1u : 0u)) return true;
     for (const auto& [id, stream] : streams_) {
       if (stream->queued_count - stream->done_count == stream->operations.size()) continue;
       if (!stream->task.empty() || stream->running) continue;

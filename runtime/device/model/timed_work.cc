@@ -52,14 +52,14 @@ void TimedWork::begin_phase(Task& task, Nanoseconds now) {
   task.delayed_ = task.delay_end_ > now;
   for (std::size_t i = 0; i < phase.work.part_count; ++i)
     task.left_ns_[i] = is_over ? 0 : bounded_ns(phase.work.parts[i].seconds * kNanosecondsPerSecond);
-  if (!task.delayed_) count_parts(task, 1);
+  if (!task.delayed_) count_parts(task);
 }
 
 // Each part that is not done uses its resource.
-void TimedWork::count_parts(const Task& task, int change) {
+void TimedWork::count_parts(const Task& task) {
   const ModelWork& work = task.phases_.front().work;
   for (std::size_t i = 0; i < work.part_count; ++i) {
-    if (task.left_ns_[i] > kNothingLeft) users_[static_cast<std::size_t>(work.parts[i].resource)] += change;
+    if (task.left_ns_[i] > kNothingLeft) ++users_[static_cast<std::size_t>(work.parts[i].resource)];
   }
 }
 
@@ -126,18 +126,17 @@ TimedWork::Nanoseconds TimedWork::advance(Nanoseconds limit) {
   for (Task* task : active_) {
     if (task->delayed_) continue;
     const ModelWork& work = task->phases_.front().work;
-    count_parts(*task, -1);
     for (std::size_t i = 0; i < work.part_count; ++i) {
-      const int sharing = users[static_cast<std::size_t>(work.parts[i].resource)];
-      if (task->left_ns_[i] > kNothingLeft) task->left_ns_[i] -= passed_ns / sharing;
-      if (end >= kModelTimeEnd) task->left_ns_[i] = 0;
+      if (task->left_ns_[i] <= kNothingLeft) continue;
+      const auto resource = static_cast<std::size_t>(work.parts[i].resource);
+      task->left_ns_[i] = end >= kModelTimeEnd ? 0 : task->left_ns_[i] - passed_ns / users[resource];
+      if (task->left_ns_[i] <= kNothingLeft) --users_[resource];
     }
-    count_parts(*task, 1);
   }
   for (Task* task : active_) {
     if (task->delayed_ && (task->delay_end_ <= end || is_announced(*task))) {
       task->delayed_ = false;
-      count_parts(*task, 1);
+      count_parts(*task);
     }
     while (!task->phases_.empty() && has_ended(*task, end)) {
       task->phases_.pop_front();
@@ -145,7 +144,7 @@ TimedWork::Nanoseconds TimedWork::advance(Nanoseconds limit) {
       if (!task->phases_.empty()) begin_phase(*task, end);
     }
   }
-  std::erase_if(active_, [](const Task* task) { return task->empty(); });
+  ended_count_ = std::erase_if(active_, [](const Task* task) { return task->empty(); });
   return passed;
 }
 

@@ -66,12 +66,14 @@ class TimedWork {
   // Moves to the next change of any task, but not past `limit`. The tasks that have ended are empty then.
   // Returns the time that passed. Requires: any(), or a limit.
   Nanoseconds advance(Nanoseconds limit = HostClock::kNever);
+  // The tasks that the last advance() ended.
+  std::size_t ended_count() const noexcept { return ended_count_; }
   const std::array<double, kModelResourcesMax>& busy_seconds() const noexcept { return busy_; }
   void clear_busy() noexcept { busy_.fill(0); }
 
  private:
   void begin_phase(Task& task, Nanoseconds now);
-  void count_parts(const Task& task, int change);
+  void count_parts(const Task& task);
   bool has_ended(const Task& task, Nanoseconds now) const;
   static bool is_announced(const Task& task);
   // Lets the time pass up to `end`, or to the first announcement of a signal. Returns the new time.
@@ -79,6 +81,7 @@ class TimedWork {
 
   HostClock& clock_;
   std::vector<Task*> active_;  // In the order they began.
+  std::size_t ended_count_ = 0;
   std::array<int, kModelResourcesMax> users_{};
   std::array<double, kModelResourcesMax> busy_{};
 };
