@@ -39,6 +39,7 @@ enum Opcode : unsigned char {
   kEmptyList = ']',
   kBinPut = 'q',
   kLongBinPut = 'r',
+  kPersistent = 'Q',
   kSetItem = 's',
   kTuple = 't',
   kEmptyTuple = ')',
@@ -47,6 +48,7 @@ enum Opcode : unsigned char {
   kShortBinBytes = 'C',
   kProto = 0x80,
   kNewObject = 0x81,
+  kNewObjectEx = 0x92,
   kTuple1 = 0x85,
   kTuple2 = 0x86,
   kTuple3 = 0x87,
@@ -87,12 +89,18 @@ constexpr KnownName kKnownNames[] = {
 // this:
 constexpr std::int64_t kNotAName = 0;
 
+// Different names of one pickle, and letters of one. Larger: a small file that combines long words takes more
+// memory.
+constexpr std::size_t kMostNames = 1 << 16;
+constexpr std::size_t kMostNameLetters = 200;
+
 }  // namespace
 
 // The stack machine. Every step checks that its operands exist, and fails otherwise.
 class PickleMachine {
  public:
-  PickleMachine(std::string_view text, const PickleLimits& limits) : text_(text), limits_(limits) {}
+  PickleMachine(std::string_view text, const PickleLimits& limits, PickleNames names)
+      : text_(text), limits_(limits), takes_all_names_(names == PickleNames::kAll) {}
 
   Result<Pickle> run() {
     while (!stopped_) {
@@ -286,7 +294,7 @@ class PickleMachine {
     if (kind == Kind::kDict && (stack_.size() - begin) % 2 != 0) {
       return fail("a dict with a key and no value; the file is damaged, record it again");
     }
-    if (target.kind == Kind::kOpaque) return drop_from(begin);
+    if (target.kind == Kind::kOpaque || target.kind == Kind::kObject) return drop_from(begin);
     if (target.kind != kind)
       return fail("values for a container of another kind; the file is damaged, record it again");
     std::vector<PickleValue>& items = pickle_.containers_[target.container];
@@ -311,6 +319,7 @@ class PickleMachine {
     if (failure_.empty()) push_name(Pickle::text_of(module), Pickle::text_of(name));
   }
   void push_name(std::string_view module, std::string_view name) {
+    if (takes_all_names_) return push_any_name(module, name);
     const std::string full = std::string(module.substr(0, 80)) + "." + std::string(name.substr(0, 80));
     for (std::size_t i = 0; i < std::size(kKnownNames); ++i) {
       if (kKnownNames[i].name == full) return push(Kind::kOpaque, static_cast<std::int64_t>(i) + 1);
@@ -319,8 +328,48 @@ class PickleMachine {
          ", which is code and not data; nothing of it was run. A memory snapshot holds data alone: do not "
          "load this file with Python's pickle unless you trust its author");
   }
+  void push_any_name(std::string_view module, std::string_view name) {
+    if (module.size() + name.size() > kMostNameLetters) return fail("a name of too many letters");
+    if (pickle_.names_.size() >= kMostNames) return fail("too many different names");
+    const std::string& full = *pickle_.names_.insert(std::string(module) + "." + std::string(name)).first;
+    push_interned(full);
+  }
+  void push_interned(const std::string& full) {
+    PickleValue value;
+    value.kind = Kind::kName;
+    value.length = static_cast<std::uint32_t>(full.size());
+    value.text = full.data();
+    push(value);
+  }
+  // A call of a name, which is not made: a dict for the names of dicts, otherwise an object.
+  void record_call() {
+    if (stack_.size() - floor() < 2) {
+      return fail("an opcode needs a value that is not there; the file is damaged, record it again");
+    }
+    const std::string_view name = pickle_.name_of(stack_[stack_.size() - 2]);
+    for (const KnownName& known : kKnownNames) {
+      if (!known.is_dict || known.name != name) continue;
+      drop_from(stack_.size() - 2);
+      return push_container(Kind::kDict);
+    }
+    push(Kind::kNone);  // The state, until BUILD.
+    if (failure_.empty()) collect(Kind::kObject, stack_.size() - 3);
+  }
+  void record_persistent_id() {
+    const PickleValue id = pop();
+    if (!failure_.empty()) return;
+    push_interned(*pickle_.names_.insert(std::string(Pickle::kPersistentId)).first);
+    push(id);
+    if (failure_.empty()) record_call();
+  }
+  void set_state() {
+    const PickleValue state = pop();
+    if (!failure_.empty() || stack_.size() <= floor()) return;
+    if (stack_.back().kind == Kind::kObject) pickle_.containers_[stack_.back().container][2] = state;
+  }
   // A call of a known name makes an empty dict or an opaque value.
   void call_name() {
+    if (takes_all_names_) return record_call();
     pop();  // The arguments.
     const PickleValue name = pop();
     if (!failure_.empty()) return;
@@ -359,6 +408,7 @@ class PickleMachine {
 
   const std::string_view text_;
   const PickleLimits limits_;
+  const bool takes_all_names_;
   std::size_t position_ = 0;
   std::size_t at_ = 0;  // Position of the opcode that runs.
   bool stopped_ = false;
@@ -429,21 +479,51 @@ constexpr std::array<PickleMachine::Handler, 256> PickleMachine::make_handlers()
   on[kGlobal] = [](M& m) { m.push_name_of_lines(); };
   on[kStackGlobal] = [](M& m) { m.push_name_of_stack(); };
   on[kReduce] = on[kNewObject] = [](M& m) { m.call_name(); };
-  on[kBuild] = [](M& m) { m.pop(); };  // The state of the value below is not read.
+  on[kNewObjectEx] = [](M& m) {
+    m.pop();  // The arguments by keyword.
+    m.call_name();
+  };
+  on[kPersistent] = [](M& m) { m.record_persistent_id(); };
+  on[kBuild] = [](M& m) { m.set_state(); };
   return on;
 }
 
 void PickleMachine::step(unsigned char opcode) {
   static constexpr std::array<Handler, 256> kHandlers = make_handlers();
-  if (kHandlers[opcode] != nullptr) return kHandlers[opcode](*this);
+  const bool is_known = takes_all_names_ || (opcode != kPersistent && opcode != kNewObjectEx);
+  if (kHandlers[opcode] != nullptr && is_known) return kHandlers[opcode](*this);
   constexpr char kDigits[] = "0123456789abcdef";
   const char text[] = {kDigits[opcode >> 4], kDigits[opcode & 15], '\0'};
   fail(std::string("opcode 0x") + text +
        " is not one of plain data; give a file that pickle.dump wrote of a memory snapshot");
 }
 
-Result<Pickle> Pickle::read(std::string_view text, const PickleLimits& limits) {
-  return PickleMachine(text, limits).run();
+Result<Pickle> Pickle::read(std::string_view text, const PickleLimits& limits, PickleNames names) {
+  return PickleMachine(text, limits, names).run();
+}
+
+std::string_view Pickle::name_of(const PickleValue& value) const {
+  if (value.kind == PickleValue::Kind::kName) return {value.text, value.length};
+  if (value.kind != PickleValue::Kind::kObject) return {};
+  const PickleValue& name = containers_[value.container][0];
+  return name.kind == PickleValue::Kind::kName ? std::string_view(name.text, name.length)
+                                               : std::string_view();
+}
+
+const std::vector<PickleValue>& Pickle::arguments(const PickleValue& object) const {
+  static const PickleValue kNothing;
+  return items(object.kind == PickleValue::Kind::kObject ? containers_[object.container][1] : kNothing);
+}
+
+const PickleValue* Pickle::state_of(const PickleValue& object) const {
+  if (object.kind != PickleValue::Kind::kObject) return nullptr;
+  const PickleValue& state = containers_[object.container][2];
+  return state.kind == PickleValue::Kind::kNone ? nullptr : &state;
+}
+
+const PickleValue* Pickle::attribute(const PickleValue& object, std::string_view name) const {
+  const PickleValue* const state = state_of(object);
+  return state == nullptr ? nullptr : find(*state, name);
 }
 
 const std::vector<PickleValue>& Pickle::items(const PickleValue& value) const {

@@ -1,6 +1,7 @@
 // PickleReader: reads the plain data of a pickle. It reads protocols 2 to 5 into a table of values and
 // executes nothing: an opcode that would import or call something is refused with its place and its name,
-// except for a few names of plain data, which become empty containers or opaque values.
+// except for a few names of plain data, which become empty containers or opaque values. With
+// PickleNames::kAll names and calls are data, too: they are recorded and never followed.
 //
 // Bounds: values are counted against limits, strings stay in the input, and nothing recurses, so that no
 // input takes more memory than the limits or more stack than a short one.
@@ -11,6 +12,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <set>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -29,9 +32,11 @@ struct PickleValue {
     kList,    // Also tuples and sets.
     kDict,
     kOpaque,  // Data of a known, harmless kind that is not read; also integers beyond 64 bits.
+    kName,    // "torch.float32". With PickleNames::kAll alone, as is kObject.
+    kObject,  // A name that was called: its name, its arguments and its state.
   };
   Kind kind = Kind::kNone;
-  std::uint32_t length = 0;  // kString: bytes.
+  std::uint32_t length = 0;  // kString and kName: bytes.
   union {
     std::int64_t integer = 0;  // Also kBool.
     double number;
@@ -45,11 +50,20 @@ struct PickleLimits {
   std::size_t containers = std::size_t{1} << 26;  // Lists and dicts. 24 bytes each.
 };
 
+enum class PickleNames : std::uint8_t {
+  kKnown,  // A name of something else than plain data is refused.
+  kAll,    // Names are kName, and calls of them kObject. Persistent ids are objects named kPersistentId.
+};
+
 // The content of one pickle. Requires: the text it was read from outlives it.
 class Pickle {
  public:
   // Errors: kInvalidArgument with the byte offset of the opcode that cannot be read.
-  static Result<Pickle> read(std::string_view text, const PickleLimits& limits = {});
+  static Result<Pickle> read(std::string_view text, const PickleLimits& limits = {},
+                             PickleNames names = PickleNames::kKnown);
+  Pickle() = default;
+  Pickle(Pickle&&) noexcept = default;
+  Pickle& operator=(Pickle&&) noexcept = default;
 
   const PickleValue& root() const { return root_; }
 
@@ -62,6 +76,16 @@ class Pickle {
 
   static constexpr std::size_t kLookupLimit = 256;
 
+  static constexpr std::string_view kPersistentId = "persistent id";
+  // The text of a kName, and that of a kObject's name; empty for other kinds.
+  std::string_view name_of(const PickleValue& value) const;
+  // The arguments of a kObject; empty for other kinds.
+  const std::vector<PickleValue>& arguments(const PickleValue& object) const;
+  // The state that a kObject was given, a dict as a rule; null if it was given none.
+  const PickleValue* state_of(const PickleValue& object) const;
+  // find() in the state.
+  const PickleValue* attribute(const PickleValue& object, std::string_view name) const;
+
   static std::string_view text_of(const PickleValue& value) {
     return value.kind == PickleValue::Kind::kString ? std::string_view(value.text, value.length)
                                                     : std::string_view();
@@ -70,7 +94,8 @@ class Pickle {
  private:
   friend class PickleMachine;
   PickleValue root_;
-  std::vector<std::vector<PickleValue>> containers_;
+  std::vector<std::vector<PickleValue>> containers_;  // An object has three values: name, arguments, state.
+  std::set<std::string, std::less<>> names_;          // Values of kind kName refer to them.
 };
 
 // The input begins as a pickle of a protocol that is read here.

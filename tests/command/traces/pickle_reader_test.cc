@@ -95,6 +95,63 @@ TEST(PickleReader, TakesKnownNamesAsData) {
   EXPECT_EQ(found->integer, 3);
 }
 
+// With all names, calls are data: os.system('true') is an object with a name and an argument.
+TEST(PickleReader, RecordsNamesAndCallsAndMakesNone) {
+  const auto read = [](const std::string& text) { return Pickle::read(text, {}, PickleNames::kAll); };
+  const std::string call = PickleWriter(2).raw("cos\nsystem\n").text("true").raw("\x85R").finish();
+  const Result<Pickle> system = read(call);
+  ASSERT_TRUE(system.ok()) << system.status().to_string();
+  EXPECT_EQ(system.value().root().kind, Kind::kObject);
+  EXPECT_EQ(system.value().name_of(system.value().root()), "os.system");
+  ASSERT_EQ(system.value().arguments(system.value().root()).size(), 1u);
+  EXPECT_EQ(system.value().state_of(system.value().root()), nullptr);
+
+  const std::string object =
+      PickleWriter(4).text("a.b").text("C").raw("\x93)\x81}(").entry("k", 3).raw("ub").finish();
+  const Result<Pickle> made = read(object);
+  ASSERT_TRUE(made.ok()) << made.status().to_string();
+  EXPECT_EQ(made.value().name_of(made.value().root()), "a.b.C");
+  ASSERT_NE(made.value().attribute(made.value().root(), "k"), nullptr);
+  EXPECT_EQ(made.value().attribute(made.value().root(), "k")->integer, 3);
+  EXPECT_EQ(made.value().attribute(made.value().root(), "l"), nullptr);
+
+  const std::string id = PickleWriter(2).raw("K\x01K\x02\x86Q").finish();
+  const Result<Pickle> persistent = read(id);
+  ASSERT_TRUE(persistent.ok()) << persistent.status().to_string();
+  EXPECT_EQ(persistent.value().name_of(persistent.value().root()), Pickle::kPersistentId);
+  EXPECT_EQ(persistent.value().arguments(persistent.value().root()).size(), 2u);
+
+  const std::string dict =
+      PickleWriter(2).raw("ccollections\nOrderedDict\n)R(").entry("k", 3).raw("u}b").finish();
+  const Result<Pickle> ordered = read(dict);
+  ASSERT_TRUE(ordered.ok()) << ordered.status().to_string();
+  ASSERT_NE(ordered.value().find(ordered.value().root(), "k"), nullptr);
+}
+
+TEST(PickleReader, ObjectsThatAreNotThereAreRefused) {
+  const auto refused = [](const std::string& opcodes, const std::string& part) {
+    const std::string text = PickleWriter(2).raw(opcodes).finish();
+    const Result<Pickle> read = Pickle::read(text, {}, PickleNames::kAll);
+    ASSERT_FALSE(read.ok()) << opcodes;
+    expect_contains(read.status().message(), part);
+  };
+  refused("R", "not there");
+  refused("N(R", "not there");
+  refused("Q", "not there");
+  refused("ca\nb\n(\x81", "not there");
+  refused("b", "not there");
+  refused(std::string("c") + std::string(300, 'a') + "\nb\n", "too many letters");
+  // Objects of anything, with states of anything.
+  for (const char* opcodes : {"NNR", "K\x01N\x81", "ca\nb\nNRNb", "ca\nb\n)R(K\x01K\x02u", "NQ", "NNb"}) {
+    const std::string text = PickleWriter(2).raw(opcodes).finish();
+    const Result<Pickle> read = Pickle::read(text, {}, PickleNames::kAll);
+    ASSERT_TRUE(read.ok()) << read.status().to_string();
+    EXPECT_TRUE(read.value().arguments(read.value().root()).empty() ||
+                read.value().root().kind == Kind::kObject);
+    EXPECT_EQ(read.value().attribute(read.value().root(), "k"), nullptr);
+  }
+}
+
 TEST(PickleReader, RefusesWhatIsCutOffOrOutOfOrder) {
   expect_contains(refusal(""), "byte 0");
   expect_contains(refusal(PickleWriter().so_far()), "byte 2: the pickle ends before its STOP");
