@@ -4,8 +4,10 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <iterator>
 #include <utility>
 
 #include "forebay/error.h"
@@ -52,6 +54,25 @@ std::string InputFile::text(std::uint64_t offset, std::uint64_t bytes) const {
 void InputFile::fail(int error) const {
   throw Error(StatusCode::kIoError, "cannot read " + shown_path(path_) + ": " + std::strerror(error) +
                                         "; give a file that exists and may be read");
+}
+
+std::size_t InputFiles::add(std::string path) {
+  paths_.push_back(std::move(path));
+  return paths_.size() - 1;
+}
+
+const InputFile& InputFiles::open(std::size_t file) {
+  // Smaller: files of many ranks are opened again and again. Larger: the limit on open files is near.
+  constexpr std::size_t kMostOpen = 64;
+  const auto found =
+      std::find_if(open_.begin(), open_.end(), [&](const auto& one) { return one.first == file; });
+  if (found != open_.end()) {
+    open_.splice(open_.begin(), open_, found);
+  } else {
+    open_.emplace_front(file, std::make_unique<InputFile>(paths_.at(file)));
+    if (open_.size() > kMostOpen) open_.pop_back();
+  }
+  return *open_.front().second;
 }
 
 }  // namespace forebay

@@ -1,8 +1,12 @@
-// A file that is imported: bounded reads at any place.
+// Files that are imported: bounded reads at any place.
 #pragma once
 
 #include <cstdint>
+#include <list>
+#include <memory>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "forebay/descriptor.h"
 
@@ -28,6 +32,20 @@ class InputFile {
   std::string path_;
   internal::Descriptor file_;
   std::uint64_t bytes_ = 0;
+};
+
+// Any number of files, of which a few are open at once.
+class InputFiles {
+ public:
+  std::size_t add(std::string path);
+  std::size_t size() const { return paths_.size(); }
+  const std::string& path(std::size_t file) const { return paths_.at(file); }
+  // Valid until the next call. Errors: those of InputFile.
+  const InputFile& open(std::size_t file);
+
+ private:
+  std::vector<std::string> paths_;
+  std::list<std::pair<std::size_t, std::unique_ptr<InputFile>>> open_;  // The last used first.
 };
 
 }  // namespace forebay

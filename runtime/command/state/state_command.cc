@@ -1,8 +1,11 @@
 #include <algorithm>
+#include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "forebay/error.h"
@@ -28,6 +31,8 @@ struct StateOptions {
   bool average = false;
   std::string from;
   std::string prefix;
+  bool weights_only = false;
+  std::string optimizer;
 };
 
 // "verifying step-000000000040: 34 % of 1.2 GiB".
@@ -123,7 +128,95 @@ int export_weights(const StateOptions& options) {
   return 0;
 }
 
-// A state at step 0 with the weights of another tool.
+std::unique_ptr<TensorSource> open_source(const StateOptions& options) {
+  if (is_distributed(options.from)) return open_distributed(options.from, options.weights_only);
+  if (is_deepspeed(options.from)) return open_deepspeed(options.from, options.weights_only);
+  return open_safetensors(options.from);
+}
+
+// The beginning of the names of the tensors to import.
+std::string prefix_of(const TensorSource& source, const StateOptions& options) {
+  const std::vector<std::string> found = source.prefixes();
+  if (!options.prefix.empty() || found.empty()) return options.prefix;
+  if (found.size() == 1) return found.front();
+  std::string text;
+  for (const std::string& prefix : found)
+    text += (text.empty() ? "" : ", ") + (prefix.empty() ? "names without one" : shown_value(prefix));
+  throw Error(
+      StatusCode::kInvalidArgument,
+      "--from " + options.from + " has weights under several prefixes; give one as --prefix: " + text);
+}
+
+// A state with the tensors of another tool: its masters, and m, v and step where it has them.
+class Import {
+ public:
+  Import(TensorSource& source, const StateOptions& options)
+      : source_(source), prefix_(prefix_of(source, options)), weights_only_(options.weights_only) {
+    facts_.weights_only = true;
+    facts_.trainer_state = "{}";
+    for (std::size_t i = 0; i < source.tensors().size(); ++i) add(i);
+    if (facts_.parameters.empty()) {
+      throw Error(StatusCode::kInvalidArgument, "--from " + options.from +
+                                                    " has no tensor with a name that " + "begins with '" +
+                                                    prefix_ + "'; give another --prefix, or none");
+    }
+    if (facts_.weights_only) return;
+    facts_.attempted_steps = source.steps().attempted;
+    facts_.applied_steps = source.steps().applied;
+    facts_.optimizer = source.optimizer();
+    if (options.optimizer.empty() || options.optimizer == facts_.optimizer) return;
+    if (facts_.optimizer != "adamw" || options.optimizer != "adam") {
+      throw Error(StatusCode::kInvalidArgument, "--optimizer " + options.optimizer +
+                                                    ": the moments are those of " + facts_.optimizer +
+                                                    "; give that, or --weights-only");
+    }
+    facts_.optimizer = options.optimizer;
+  }
+
+  void write(const std::string& directory,
+             const std::function<void(std::uint64_t, std::uint64_t)>& progress) {
+    std::uint64_t done = 0;
+    SavedStateWriter state(directory, facts_);
+    for (std::size_t p = 0; p < numbers_.size(); ++p) {
+      const SavedParameter& parameter = facts_.parameters[p];
+      for (const SavedField field : {SavedField::kMaster, SavedField::kM, SavedField::kV}) {
+        if (field == SavedField::kM && !parameter.has_m) continue;
+        if (field == SavedField::kV && !parameter.has_v) continue;
+        source_.read(numbers_[p], field, [&](Span<const float> piece) {
+          state.write(piece);
+          done += piece.size() * sizeof(float);
+          progress(done, bytes_);
+        });
+      }
+    }
+    state.finish();
+  }
+
+ private:
+  void add(std::size_t number) {
+    const TensorSource::Tensor& tensor = source_.tensors()[number];
+    if (!tensor.name.starts_with(prefix_)) return;
+    SavedParameter parameter{.name = tensor.name.substr(prefix_.size()),
+                             .count = tensor.count,
+                             .shape = tensor.shape,
+                             .has_shape = !tensor.shape.empty(),
+                             .frozen = tensor.frozen && !weights_only_,
+                             .has_m = tensor.has_m && !weights_only_,
+                             .has_v = tensor.has_v && !weights_only_};
+    if (parameter.has_m || parameter.has_v) facts_.weights_only = false;
+    bytes_ += parameter.bytes();
+    facts_.parameters.push_back(std::move(parameter));
+    numbers_.push_back(number);
+  }
+
+  TensorSource& source_;
+  const std::string prefix_;
+  const bool weights_only_;
+  SavedStateFacts facts_;
+  std::vector<std::size_t> numbers_;  // In the source, by parameter.
+  std::uint64_t bytes_ = 0;
+};
+
 int import_weights(const StateOptions& options) {
   if (options.from.empty())
     throw Error(StatusCode::kInvalidArgument, "import needs weights; add --from model.safetensors");
@@ -133,37 +226,10 @@ int import_weights(const StateOptions& options) {
                                                   " holds a saved state already, which import would "
                                                   "replace; give another directory");
   }
-  const std::unique_ptr<TensorSource> source = open_safetensors(options.from);
-  SavedStateFacts facts;
-  facts.weights_only = true;
-  facts.trainer_state = "{}";
-  std::uint64_t all = 0;
-  for (const TensorSource::Tensor& tensor : source->tensors()) {
-    if (!tensor.name.starts_with(options.prefix)) continue;
-    facts.parameters.push_back({.name = tensor.name.substr(options.prefix.size()),
-                                .count = tensor.count,
-                                .shape = tensor.shape,
-                                .has_shape = !tensor.shape.empty()});
-    all += facts.parameters.back().bytes();
-  }
-  if (facts.parameters.empty()) {
-    throw Error(StatusCode::kInvalidArgument, "--from " + options.from + " has no tensor with a name that " +
-                                                  "begins with '" + options.prefix +
-                                                  "'; give another --prefix, or none");
-  }
+  const std::unique_ptr<TensorSource> source = open_source(options);
+  Import import(*source, options);
   TerminalLine line;
-  const auto progress = progress_on(line, "importing");
-  std::uint64_t done = 0;
-  SavedStateWriter state(options.directory, facts);
-  for (std::size_t tensor = 0; tensor < source->tensors().size(); ++tensor) {
-    if (!source->tensors()[tensor].name.starts_with(options.prefix)) continue;
-    source->read(tensor, [&](Span<const float> piece) {
-      state.write(piece);
-      done += piece.size() * sizeof(float);
-      progress(done, all);
-    });
-  }
-  state.finish();
+  import.write(options.directory, progress_on(line, "importing"));
   line.show("");
   const SavedStateReader written(options.directory);
   throw_if_error(write_standard_output(shown_text(written.facts().path) + ": " +
@@ -172,9 +238,12 @@ int import_weights(const StateOptions& options) {
 }
 
 int act(const StateOptions& options) {
-  if (options.action != "import" && !(options.from.empty() && options.prefix.empty()))
+  const bool has_import =
+      !options.from.empty() || !options.prefix.empty() || !options.optimizer.empty() || options.weights_only;
+  if (options.action != "import" && has_import) {
     throw Error(StatusCode::kInvalidArgument,
-                "--from and --prefix are for import, not for " + options.action);
+                "--from, --prefix, --optimizer and --weights-only are for import, not for " + options.action);
+  }
   if (options.action != "export" && !options.to.empty())
     throw Error(StatusCode::kInvalidArgument, "--to is for export, not for " + options.action);
   if (options.action != "show" && options.json)
@@ -212,7 +281,7 @@ void add_state_command(CLI::App& app, Action& action) {
   add_value(
       *command, "action", options->action, "verify|show|export|import",
       "verify: read all of every state and compare checksums; show: the contents of a state; export: write "
-      "the fp32 weights as safetensors; import: make a state of weights in safetensors")
+      "the fp32 weights as safetensors; import: make a state of another tool's weights and moments")
       ->required()
       ->check(one_of({"verify", "show", "export", "import"}));
   add_value(*command, "directory", options->directory, "DIR", "The directory that a run saved its state in")
@@ -235,11 +304,21 @@ void add_state_command(CLI::App& app, Action& action) {
       ->group("Export");
   add_value(*command, "--from", options->from, "PATH",
             "import: a .safetensors file, its index (.safetensors.index.json), or a directory with "
-            "model.safetensors or its index")
+            "model.safetensors or its index; a checkpoint of DeepSpeed, ZeRO stages 1 to 3; a distributed "
+            "checkpoint of PyTorch")
       ->group("Import");
   add_value(
       *command, "--prefix", options->prefix, "TEXT",
       "import: only tensors with names that begin so, such as transformer.; it is removed from the names")
+      ->group("Import");
+  command
+      ->add_flag("--weights-only", options->weights_only,
+                 "import: no moments, so that an engine with any optimizer begins at step 0")
+      ->group("Import");
+  add_value(
+      *command, "--optimizer", options->optimizer, "NAME",
+      "import: the optimizer of the moments, adamw or adam, whose moments look alike; adamw unless given")
+      ->check(one_of({"adamw", "adam", "sgd", "lion"}))
       ->group("Import");
   command->callback([options, &action] { action = [options] { return run(*options); }; });
 }

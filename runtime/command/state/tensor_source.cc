@@ -1,6 +1,7 @@
 #include "runtime/command/state/tensor_source.h"
 
 #include <algorithm>
+#include <cstddef>
 #include <filesystem>
 #include <map>
 #include <nlohmann/json.hpp>
@@ -8,11 +9,11 @@
 #include <string_view>
 #include <utility>
 
-#include "forebay/conversions.h"
 #include "forebay/data_type.h"
 #include "forebay/error.h"
 #include "forebay/text.h"
 #include "runtime/command/state/input_file.h"
+#include "runtime/command/state/stored_tensor.h"
 
 namespace forebay {
 namespace {
@@ -58,19 +59,15 @@ class Safetensors : public TensorSource {
 
   const std::vector<Tensor>& tensors() const override { return tensors_; }
 
-  void read(std::size_t tensor, const std::function<void(Span<const float>)>& visit) override {
+  void read(std::size_t tensor, SavedField, const std::function<void(Span<const float>)>& visit) override {
     const Place& place = places_.at(tensor);
     const std::uint64_t width = element_bytes(place.type);
     std::vector<float> piece(std::min(place.count, kPieceCount));
-    std::vector<std::uint16_t> narrow(width == 2 ? piece.size() : 0);
+    std::vector<std::byte> stored(piece.size() * width);
     for (std::uint64_t done = 0; done < place.count; done += piece.size()) {
       piece.resize(std::min(place.count - done, kPieceCount));
-      void* const target = width == 2 ? static_cast<void*>(narrow.data()) : piece.data();
-      files_[place.file]->read_at(place.at + done * width, target, piece.size() * width);
-      for (std::size_t i = 0; width == 2 && i < piece.size(); ++i) {
-        piece[i] =
-            place.type == DataType::kBfloat16 ? bfloat16_to_float(narrow[i]) : float16_to_float(narrow[i]);
-      }
+      files_[place.file]->read_at(place.at + done * width, stored.data(), piece.size() * width);
+      widen_elements(place.type, stored.data(), piece.size(), piece.data());
       visit(Span<const float>(piece.data(), piece.size()));
     }
   }
