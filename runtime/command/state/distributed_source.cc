@@ -1,7 +1,7 @@
 // Distributed checkpoints of PyTorch: .metadata, a pickle that lists all tensors and the boxes that they are
 // divided into, and files __RANK_NUMBER.distcp, in which each box is a file of torch.save().
 //
-// Source: PyTorch 2.4 to 2.15, torch/distributed/checkpoint: metadata.py, filesystem.py, state_dict.py.
+// Source: PyTorch 2.15, torch/distributed/checkpoint: metadata.py, filesystem.py, state_dict.py.
 #include <algorithm>
 #include <cmath>
 #include <filesystem>
