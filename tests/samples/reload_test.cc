@@ -219,6 +219,48 @@ TEST_F(Reload, OfAnotherModelIsRefusedOnAllRanks) {
           "h.2.attn.c_attn.bias is not one of this model");
 }
 
+// A state that another tool made has no position in the data: the run keeps its own.
+TEST_F(Reload, StatesThatWereImportedBeginAtTheFirstSample) {
+  TrainerOptions o = options();
+  run(o, "from");
+  SavedStateReader from(path("from"));
+  const auto import = [&](const std::string& name, bool weights_only) {
+    SavedStateFacts facts = from.facts();
+    facts.trainer_state = "{}";
+    facts.weights_only = weights_only;
+    for (SavedParameter& parameter : facts.parameters) {
+      parameter.has_m &= !weights_only;
+      parameter.has_v &= !weights_only;
+    }
+    if (weights_only) facts.attempted_steps = facts.applied_steps = 0;
+    SavedStateWriter to(path(name), facts);
+    for (const SavedParameter& parameter : facts.parameters) {
+      const auto copy = [&](SavedField field) {
+        from.read(parameter, field, [&](Span<const float> piece) { to.write(piece); });
+      };
+      copy(SavedField::kMaster);
+      if (parameter.has_m) copy(SavedField::kM);
+      if (parameter.has_v) copy(SavedField::kV);
+    }
+    to.finish();
+  };
+  import("whole", false);
+  import("weights", true);
+  o.ranks = 2;
+  o.stage = 3;
+  o.export_file = path("whole.safetensors");
+  o.load_state = path("whole");
+  EXPECT_EQ(run_training(o).first_step, 2U);
+  EXPECT_TRUE(bytes_of(o.export_file) == bytes_of(path("from.safetensors")));
+  // The losses are those of a run that begins with these weights.
+  o.load_state = path("weights");
+  const TrainingReport loaded = run_training(o);
+  EXPECT_EQ(loaded.first_step, 0U);
+  o.load_state.clear();
+  o.initial_file = path("from.safetensors");
+  EXPECT_EQ(run_training(o).digest, loaded.digest);
+}
+
 // States of format 1: of three ranks at stage 2, and of four ranks in parts, tensor-parallel 2 and
 // pipeline-parallel 2. Both are of the training in the folder's README.md.
 TEST_F(Reload, StatesOfFormat1AreLoaded) {

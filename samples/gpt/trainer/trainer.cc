@@ -233,7 +233,9 @@ void Trainer::load() {
   std::optional<std::uint64_t> step;  // The newest.
   if (options_.load_step > 0) step = options_.load_step;
   const std::string directory = directory_to_load(model_.grid, options_.load_state, step);
-  Cursor saved = Cursor::from_text(model_.engine.load_state(directory, step));
+  const std::string text = model_.engine.load_state(directory, step);
+  if (text == "{}") return;  // `forebay state import` made it: the data begin at their start.
+  Cursor saved = Cursor::from_text(text);
   if (directory == options_.load_state) saved.part = cursor_.part;  // A state of all parts.
   check_may_resume(cursor_, saved, options_.load_state, directory);
   cursor_ = saved;
