@@ -37,7 +37,15 @@ def gpt2(vocabulary=300):
         vocab_size=vocabulary, n_positions=40, n_embd=48, n_layer=3, n_head=4, bos_token_id=0, eos_token_id=0))
 
 
-MODELS = {"gpt2": gpt2}
+def llama(vocabulary=300, **options):
+    settings = dict(vocab_size=vocabulary, max_position_embeddings=40, hidden_size=48, num_hidden_layers=3,
+                    num_attention_heads=4, num_key_value_heads=2, intermediate_size=72, rms_norm_eps=1e-6,
+                    rope_theta=1000.0, bos_token_id=0, eos_token_id=0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**(settings | options)))
+
+
+MODELS = {"gpt2": gpt2, "llama": llama,
+          "llama, tied": lambda: llama(tie_word_embeddings=True, num_key_value_heads=4)}
 
 
 def tensors(directory):
@@ -103,6 +111,18 @@ class Models(unittest.TestCase):
                     self.assertIs(type(again), type(model))
                     self.assertTrue(torch.equal(self.logits(again.eval()), expected))
 
+    def test_the_base_of_rotary_embeddings_is_taken(self):
+        """transformers 5 writes it in rope_parameters, version 4 as rope_theta."""
+        model = self.saved("llama")
+        file = self.place / "in/config.json"
+        config = json.loads(file.read_text())
+        config.pop("rope_parameters", None)
+        config["rope_theta"] = 1000.0
+        file.write_text(json.dumps(config))
+        self.run_program("--initial", str(self.place / "in"), "--logits", str(self.place / "logits"), *self.with_text())
+        found = load_file(self.place / "logits")["logits"]
+        self.assertLess((found - self.logits(model)).abs().max().item(), 1e-4)
+
     def test_shards_are_read_and_written(self):
         for name in MODELS:
             with self.subTest(name=name), tempfile.TemporaryDirectory() as out:
@@ -141,7 +161,10 @@ class Models(unittest.TestCase):
 
     def test_settings_that_it_lacks_are_refused(self):
         for name, key, value in (("gpt2", "activation_function", "relu"), ("gpt2", "model_type", "bert"),
-                                 ("gpt2", "n_inner", 40), ("gpt2", "n_layer", -1)):
+                                 ("gpt2", "n_inner", -1), ("gpt2", "n_layer", -1), ("llama", "hidden_act", "gelu"),
+                                 ("llama", "attention_bias", True), ("llama", "head_dim", 8),
+                                 ("llama", "rope_parameters", {"rope_type": "linear", "factor": 2}),
+                                 ("llama", "rms_norm_eps", 0)):
             with self.subTest(name=name, key=key):
                 self.saved(name)
                 file = self.place / "in/config.json"

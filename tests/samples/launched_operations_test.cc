@@ -150,12 +150,62 @@ TEST_F(LaunchedOperationsTest, NormaliseRowsInTheSameLanes) {
   }
 }
 
+TEST_F(LaunchedOperationsTest, NormaliseWithoutAMeanInTheSameLanes) {
+  for (const std::size_t rows : {1, 9, 40}) {
+    for (const std::size_t hidden : {1, 12, 48, 100}) {
+      expect_same_bits("rms_norm",
+                       {normal(rows * hidden), normal(rows), normal(hidden), normal(rows * hidden),
+                        normal(rows * hidden), normal(rows * hidden), normal(hidden)},
+                       [&](Operations& operations, Buffers& x) {
+                         const LayerNorm norm{x[0].data(), nullptr, x[1].data(), rows, hidden, 1e-6F};
+                         operations.run(NormForward{norm, x[2].data(), nullptr, x[3].data()});
+                         operations.run(NormBackward{norm, x[2].data(), x[4].data(), x[5].data()});
+                         operations.run(GainBackward{norm, x[4].data(), x[6].data()});
+                       });
+    }
+  }
+}
+
+TEST_F(LaunchedOperationsTest, RotateInTheSameWay) {
+  for (const std::size_t columns : {2, 6, 256}) {
+    const std::size_t rows = 30, sequence = 15, heads = 3;
+    Rotate rotate{.values = nullptr,
+                  .count = rows * heads * columns / 2,
+                  .sequence = sequence,
+                  .heads = heads,
+                  .columns = columns,
+                  .direction = 1,
+                  .frequencies = {}};
+    for (std::size_t i = 0; i < columns / 2; ++i)
+      rotate.frequencies[i] = 1.0F / static_cast<float>(1 + i * i);
+    const std::vector<float> values = normal(rows * heads * columns);
+    expect_same_bits("rotate", {values}, [&](Operations& operations, Buffers& x) {
+      rotate.values = x[0].data();
+      rotate.direction = 1;
+      operations.run(rotate);
+    });
+    std::vector<float> back = values;
+    rotate.values = back.data();
+    for (const float direction : {1.0F, -1.0F}) {
+      rotate.direction = direction;
+      host_.run(rotate);
+    }
+    for (std::size_t i = 0; i < values.size(); ++i) ASSERT_NEAR(back[i], values[i], 1e-6F);
+  }
+}
+
 TEST_F(LaunchedOperationsTest, ActivateInTheSameWay) {
   const std::size_t count = 1000;
   expect_same_bits("gelu", {normal(count, 4), normal(count), normal(count)},
                    [&](Operations& operations, Buffers& x) {
                      operations.run(Gelu{x[0].data(), x[1].data(), count});
                      operations.run(GeluBackward{x[0].data(), x[2].data(), count});
+                   });
+  expect_same_bits("swiglu", {normal(count, 4), normal(count), normal(count), normal(count), normal(count)},
+                   [&](Operations& operations, Buffers& x) {
+                     operations.run(SwiGlu{x[0].data(), x[1].data(), x[2].data(), count});
+                     operations.run(SwiGluBackward{x[0].data(), x[1].data(), x[3].data(), x[4].data(),
+                                                   x[3].data(), count});
                    });
 }
 
@@ -195,15 +245,24 @@ TEST_F(LaunchedOperationsTest, EmbedInTheSameOrder) {
 TEST_F(LaunchedOperationsTest, AttendInTheSameOrder) {
   // The second has more queries than blocks, the third more columns and positions than threads.
   const Dropout dropout{.key = draw(seed_, 1, 2), .threshold = 1u << 30, .scale = 1.25F};
-  for (const Attention& shape : {Attention{2, 5, 12, 3}, Attention{2, 150, 8, 4}, Attention{1, 290, 300, 1},
-                                 Attention{.batch = 2,
-                                 .sequence = 40,
-                                 .hidden = 12,
-                                 .heads = 3,
-                                 .dropout = dropout,
-                                 .first_sample = 5,
-                                 .first_head = 3,
-                                 .all_heads = 9}}) {
+  for (const Attention& shape :
+       {Attention{2, 5, 12, 3}, Attention{2, 150, 8, 4}, Attention{1, 290, 300, 1},
+        Attention{.batch = 2,
+        .sequence = 40,
+        .hidden = 12,
+        .heads = 3,
+        .dropout = dropout,
+        .first_sample = 5,
+        .first_head = 3,
+        .all_heads = 9},
+        Attention{.batch = 2, .sequence = 9, .hidden = 12, .heads = 6, .kv_heads = 2},
+        Attention{.batch = 1,
+        .sequence = 40,
+        .hidden = 12,
+        .heads = 3,
+        .dropout = dropout,
+        .all_heads = 3,
+        .kv_heads = 1}}) {
     const std::size_t rows = shape.batch * shape.sequence;
     std::vector<std::byte> host_space(host_.prepare_attention(shape));
     std::vector<std::byte> launched_space(launched_.prepare_attention(shape));

@@ -12,7 +12,7 @@ struct SimulatedKernel {
   std::size_t argument_bytes;  // Each kernel takes one struct.
 };
 
-inline constexpr std::size_t kKernelCount = 20;
+inline constexpr std::size_t kKernelCount = 23;
 
 // An array of kKernelCount.
 const SimulatedKernel* simulated_kernels() noexcept;

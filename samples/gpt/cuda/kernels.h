@@ -175,7 +175,7 @@ FOREBAY_KERNEL void run(Block& block, const GainBackward& a, ColumnSumsShared& s
   const LayerNorm& n = a.norm;
   column_sums(block, shared, n.rows, n.hidden, a.gain_gradient, [&](std::size_t r, std::size_t c) {
     const std::size_t i = r * n.hidden + c;
-    return a.gradient[i] * definitions::normalised(n.input[i], n.mean[r], n.inverse[r]);
+    return a.gradient[i] * definitions::normalised(n.input[i], n.mean_of(r), n.inverse[r]);
   });
 }
 
@@ -218,9 +218,13 @@ FOREBAY_KERNEL void run(Block& block, const NormForward& a, RowShared& shared) {
   const float count = static_cast<float>(n.hidden);
   typename Block::template Private<float> mean, variance;
   for_rows(block, n.rows, [&](std::size_t first) {
-    row_sums(block, shared, first, n.rows, n.hidden, mean,
-             [&](unsigned, std::size_t r, std::size_t c) { return n.input[r * n.hidden + c]; });
-    block.each([&](unsigned thread) { mean[thread] /= count; });
+    if (n.mean != nullptr) {
+      row_sums(block, shared, first, n.rows, n.hidden, mean,
+               [&](unsigned, std::size_t r, std::size_t c) { return n.input[r * n.hidden + c]; });
+      block.each([&](unsigned thread) { mean[thread] /= count; });
+    } else {
+      block.each([&](unsigned thread) { mean[thread] = 0.0F; });
+    }
     row_sums(block, shared, first, n.rows, n.hidden, variance,
              [&](unsigned thread, std::size_t r, std::size_t c) {
                return definitions::squared_deviation(n.input[r * n.hidden + c], mean[thread]);
@@ -228,13 +232,14 @@ FOREBAY_KERNEL void run(Block& block, const NormForward& a, RowShared& shared) {
     block.each([&](unsigned thread) {
       const std::size_t r = first + thread / kLanes;
       if (r >= n.rows) return;
-      const float inverse = definitions::inverse_deviation(variance[thread] / count);
+      const float inverse = definitions::inverse_deviation(variance[thread] / count, n.epsilon);
       for (std::size_t c = thread % kLanes; c < n.hidden; c += kLanes) {
         const std::size_t i = r * n.hidden + c;
-        a.output[i] = definitions::layer_norm(n.input[i], mean[thread], inverse, a.gain[c], a.bias[c]);
+        const float bias = a.bias != nullptr ? a.bias[c] : 0.0F;
+        a.output[i] = definitions::layer_norm(n.input[i], mean[thread], inverse, a.gain[c], bias);
       }
       if (thread % kLanes == 0) {
-        n.mean[r] = mean[thread];
+        if (n.mean != nullptr) n.mean[r] = mean[thread];
         n.inverse[r] = inverse;
       }
     });
@@ -247,12 +252,16 @@ FOREBAY_KERNEL void run(Block& block, const NormBackward& a, RowShared& shared) 
   const float count = static_cast<float>(n.hidden);
   typename Block::template Private<float> mean_g, mean_gx;
   for_rows(block, n.rows, [&](std::size_t first) {
-    row_sums(block, shared, first, n.rows, n.hidden, mean_g, [&](unsigned, std::size_t r, std::size_t c) {
-      return a.gradient[r * n.hidden + c] * a.gain[c];
-    });
+    if (n.mean != nullptr) {
+      row_sums(block, shared, first, n.rows, n.hidden, mean_g, [&](unsigned, std::size_t r, std::size_t c) {
+        return a.gradient[r * n.hidden + c] * a.gain[c];
+      });
+    } else {
+      block.each([&](unsigned thread) { mean_g[thread] = 0.0F; });
+    }
     row_sums(block, shared, first, n.rows, n.hidden, mean_gx, [&](unsigned, std::size_t r, std::size_t c) {
       const std::size_t i = r * n.hidden + c;
-      return a.gradient[i] * a.gain[c] * definitions::normalised(n.input[i], n.mean[r], n.inverse[r]);
+      return a.gradient[i] * a.gain[c] * definitions::normalised(n.input[i], n.mean_of(r), n.inverse[r]);
     });
     block.each([&](unsigned thread) {
       const std::size_t r = first + thread / kLanes;
@@ -260,7 +269,7 @@ FOREBAY_KERNEL void run(Block& block, const NormBackward& a, RowShared& shared) 
       for (std::size_t c = thread % kLanes; c < n.hidden; c += kLanes) {
         const std::size_t i = r * n.hidden + c;
         a.input_gradient[i] +=
-            definitions::layer_norm_slope(n.input[i], n.mean[r], n.inverse[r], a.gradient[i] * a.gain[c],
+            definitions::layer_norm_slope(n.input[i], n.mean_of(r), n.inverse[r], a.gradient[i] * a.gain[c],
                                           mean_g[thread] / count, mean_gx[thread] / count);
       }
     });
@@ -349,13 +358,11 @@ struct AttentionRow {
   const Attention& shape;
   std::size_t sample, head, position, index;
 
-  // Column 0 of the head in row `other` of [batch, sequence, hidden], or of [.., 3 hidden] for qkv.
+  // Column 0 of the head in row `other` of [batch, sequence, hidden].
   FOREBAY_KERNEL std::size_t place_of(std::size_t other) const {
     return (sample * shape.sequence + other) * shape.hidden + head * shape.head_columns();
   }
-  FOREBAY_KERNEL std::size_t qkv_place_of(std::size_t other) const {
-    return (sample * shape.sequence + other) * 3 * shape.hidden + head * shape.head_columns();
-  }
+  FOREBAY_KERNEL HeadPlaces places() const { return shape.places(sample, head); }
   // Applies dropout to the probability with which query `i` sees position `j`, or to its gradient.
   FOREBAY_KERNEL float after_dropout(std::size_t i, std::size_t j, float value) const {
     if (!shape.dropout.active()) return value;
@@ -363,14 +370,15 @@ struct AttentionRow {
   }
 };
 
-// Calls f(row, weights, slopes) for all rows of the grid; the block has the last two in its workspace.
+// Calls f(row, weights, slopes) for all rows of `heads` heads; the block has the last two in its workspace.
 template <typename Block, typename Function>
-FOREBAY_KERNEL void for_attention_rows(Block& block, const Attention& shape, std::byte* workspace,
-                                       Function f) {
+FOREBAY_KERNEL void for_attention_rows(Block& block, const Attention& shape, std::size_t heads,
+                                       std::byte* workspace, Function f) {
   float* weights = reinterpret_cast<float*>(workspace) + block.index() * 2 * shape.sequence;
-  for (std::size_t index = block.index(); index < shape.softmax_rows(); index += block.count()) {
+  const std::size_t rows = shape.batch * heads * shape.sequence;
+  for (std::size_t index = block.index(); index < rows; index += block.count()) {
     const std::size_t head = index / shape.sequence;
-    f(AttentionRow{shape, head / shape.heads, head % shape.heads, index % shape.sequence, index}, weights,
+    f(AttentionRow{shape, head / heads, head % heads, index % shape.sequence, index}, weights,
       weights + shape.sequence);
   }
 }
@@ -397,15 +405,15 @@ FOREBAY_KERNEL void block_sum(Block& block, RowShared& shared, std::size_t count
 template <typename Block>
 FOREBAY_KERNEL void run(Block& block, const AttentionForward& a, RowShared& shared) {
   const std::size_t columns = a.shape.head_columns();
-  const std::size_t hidden = a.shape.hidden;
   const float factor = definitions::attention_factor(columns);
-  for_attention_rows(block, a.shape, a.workspace, [&](const AttentionRow& row, float* weights, float*) {
+  const auto attend = [&](const AttentionRow& row, float* weights, float*) {
     const std::size_t seen = row.position + 1;
-    const float* query = a.qkv + row.qkv_place_of(row.position);
+    const HeadPlaces in = row.places();
+    const float* query = a.qkv + in.query + row.position * in.query_stride;
     block.each([&](unsigned thread) {
       float largest = -INFINITY;
       for (std::size_t j = thread; j < seen; j += kThreads) {
-        weights[j] = dot(query, a.qkv + row.qkv_place_of(j) + hidden, columns) * factor;
+        weights[j] = dot(query, a.qkv + in.key + j * in.key_stride, columns) * factor;
         largest = definitions::larger(largest, weights[j]);
       }
       shared.values[thread] = largest;
@@ -431,32 +439,34 @@ FOREBAY_KERNEL void run(Block& block, const AttentionForward& a, RowShared& shar
     });
     block.each([&](unsigned thread) {
       for (std::size_t c = thread; c < columns; c += kThreads) {
-        const float* value = a.qkv + row.qkv_place_of(0) + 2 * hidden + c;
+        const float* value = a.qkv + in.value + c;
         float sum = 0;
-        for (std::size_t j = 0; j < seen; ++j) sum += weights[j] * value[j * 3 * hidden];
+        for (std::size_t j = 0; j < seen; ++j) sum += weights[j] * value[j * in.key_stride];
         a.output[row.place_of(row.position) + c] = sum;
       }
     });
-  });
+  };
+  for_attention_rows(block, a.shape, a.shape.heads, a.workspace, attend);
 }
 
 // The gradient of each query, and the mean that the gradient of its softmax needs.
 template <typename Block>
 FOREBAY_KERNEL void run(Block& block, const AttentionBackwardQueries& a, RowShared& shared) {
   const std::size_t columns = a.shape.head_columns();
-  const std::size_t hidden = a.shape.hidden;
   const float factor = definitions::attention_factor(columns);
   float* means = reinterpret_cast<float*>(a.workspace + scores_bytes(a.shape));
   const auto gradient_of_row = [&](const AttentionRow& row, float* weights, float* slopes) {
     const std::size_t seen = row.position + 1;
-    const std::size_t query_place = row.qkv_place_of(row.position);
+    const HeadPlaces in = row.places();
+    const std::size_t query_place = in.query + row.position * in.query_stride;
     const float* output_gradient = a.gradient + row.place_of(row.position);
     block.each([&](unsigned thread) {
       for (std::size_t j = thread; j < seen; j += kThreads) {
-        const float* key = a.qkv + row.qkv_place_of(j) + hidden;
+        const float* key = a.qkv + in.key + j * in.key_stride;
+        const float* value = a.qkv + in.value + j * in.key_stride;
         weights[j] =
             definitions::probability(dot(a.qkv + query_place, key, columns) * factor, a.softmax[row.index]);
-        slopes[j] = row.after_dropout(row.position, j, dot(output_gradient, key + hidden, columns));
+        slopes[j] = row.after_dropout(row.position, j, dot(output_gradient, value, columns));
       }
     });
     block_sum(block, shared, seen, [&](std::size_t j) { return weights[j] * slopes[j]; });
@@ -467,53 +477,61 @@ FOREBAY_KERNEL void run(Block& block, const AttentionBackwardQueries& a, RowShar
     });
     block.each([&](unsigned thread) {
       for (std::size_t c = thread; c < columns; c += kThreads) {
-        const float* key = a.qkv + row.qkv_place_of(0) + hidden + c;
+        const float* key = a.qkv + in.key + c;
         float sum = 0;
-        for (std::size_t j = 0; j < seen; ++j) sum += slopes[j] * key[j * 3 * hidden];
+        for (std::size_t j = 0; j < seen; ++j) sum += slopes[j] * key[j * in.key_stride];
         a.qkv_gradient[query_place + c] = sum;
       }
     });
   };
-  for_attention_rows(block, a.shape, a.workspace, gradient_of_row);
+  for_attention_rows(block, a.shape, a.shape.heads, a.workspace, gradient_of_row);
 }
 
-// The gradients of each key and its value, from the queries that see them.
+// The gradients of each key and its value, from the queries that see them: those of the heads that share the
+// key, one head after the other.
 template <typename Block>
 FOREBAY_KERNEL void run(Block& block, const AttentionBackwardKeys& a, Nothing&) {
   const std::size_t columns = a.shape.head_columns();
   const std::size_t hidden = a.shape.hidden;
+  const std::size_t sharing = a.shape.heads_of_key();
   const float factor = definitions::attention_factor(columns);
   const float* means = reinterpret_cast<const float*>(a.workspace + scores_bytes(a.shape));
-  const auto gradients_of_row = [&](const AttentionRow& row, float* weights, float* slopes) {
-    const std::size_t first_of_head = row.index - row.position;
-    const std::size_t key_place = row.qkv_place_of(row.position) + hidden;
-    block.each([&](unsigned thread) {
-      for (std::size_t i = row.position + thread; i < a.shape.sequence; i += kThreads) {
-        const float* query = a.qkv + row.qkv_place_of(i);
-        const float* output_gradient = a.gradient + row.place_of(i);
-        const float p = definitions::probability(dot(query, a.qkv + key_place, columns) * factor,
-                                                 a.softmax[first_of_head + i]);
-        const float dp =
-            row.after_dropout(i, row.position, dot(output_gradient, a.qkv + key_place + hidden, columns));
-        weights[i] = row.after_dropout(i, row.position, p);
-        slopes[i] = definitions::score_gradient(p, dp, means[first_of_head + i], factor);
-      }
-    });
-    block.each([&](unsigned thread) {
-      for (std::size_t c = thread; c < columns; c += kThreads) {
-        const float* query = a.qkv + row.qkv_place_of(0) + c;
-        const float* output_gradient = a.gradient + row.place_of(0) + c;
-        float d_key = 0, d_value = 0;
-        for (std::size_t i = row.position; i < a.shape.sequence; ++i) {
-          d_value += weights[i] * output_gradient[i * hidden];
-          d_key += slopes[i] * query[i * 3 * hidden];
+  const auto gradients_of_key = [&](const AttentionRow& key, float* weights, float* slopes) {
+    for (std::size_t shared = 0; shared < sharing; ++shared) {
+      const AttentionRow row{key.shape, key.sample, key.head * sharing + shared, key.position, 0};
+      const std::size_t first_of_head = (row.sample * a.shape.heads + row.head) * a.shape.sequence;
+      const HeadPlaces in = row.places();
+      const std::size_t key_place = in.key + row.position * in.key_stride;
+      const std::size_t value_place = in.value + row.position * in.key_stride;
+      block.each([&](unsigned thread) {
+        for (std::size_t i = row.position + thread; i < a.shape.sequence; i += kThreads) {
+          const float* query = a.qkv + in.query + i * in.query_stride;
+          const float* output_gradient = a.gradient + row.place_of(i);
+          const float p = definitions::probability(dot(query, a.qkv + key_place, columns) * factor,
+                                                   a.softmax[first_of_head + i]);
+          const float dp =
+              row.after_dropout(i, row.position, dot(output_gradient, a.qkv + value_place, columns));
+          weights[i] = row.after_dropout(i, row.position, p);
+          slopes[i] = definitions::score_gradient(p, dp, means[first_of_head + i], factor);
         }
-        a.qkv_gradient[key_place + c] = d_key;
-        a.qkv_gradient[key_place + hidden + c] = d_value;
-      }
-    });
+      });
+      block.each([&](unsigned thread) {
+        for (std::size_t c = thread; c < columns; c += kThreads) {
+          const float* query = a.qkv + in.query + c;
+          const float* output_gradient = a.gradient + row.place_of(0) + c;
+          float d_key = shared == 0 ? 0.0F : a.qkv_gradient[key_place + c];
+          float d_value = shared == 0 ? 0.0F : a.qkv_gradient[value_place + c];
+          for (std::size_t i = row.position; i < a.shape.sequence; ++i) {
+            d_value += weights[i] * output_gradient[i * hidden];
+            d_key += slopes[i] * query[i * in.query_stride];
+          }
+          a.qkv_gradient[key_place + c] = d_key;
+          a.qkv_gradient[value_place + c] = d_value;
+        }
+      });
+    }
   };
-  for_attention_rows(block, a.shape, a.workspace, gradients_of_row);
+  for_attention_rows(block, a.shape, a.shape.kv_head_count(), a.workspace, gradients_of_key);
 }
 
 // --- the plain product: one block per tile of c, 4 x 4 elements per thread, over the depth in ascending
@@ -599,6 +617,9 @@ FOREBAY_KERNEL void run(Block& block, const Product& p, ProductShared& shared) {
   ROW(forebay_gpt_drop, Drop, Nothing)                                             \
   ROW(forebay_gpt_gelu, Gelu, Nothing)                                             \
   ROW(forebay_gpt_gelu_backward, GeluBackward, Nothing)                            \
+  ROW(forebay_gpt_swiglu, SwiGlu, Nothing)                                         \
+  ROW(forebay_gpt_swiglu_backward, SwiGluBackward, Nothing)                        \
+  ROW(forebay_gpt_rotate, Rotate, Nothing)                                         \
   ROW(forebay_gpt_embed, Embed, Nothing)                                           \
   ROW(forebay_gpt_embed_tokens_backward, EmbedTokensBackward, Nothing)             \
   ROW(forebay_gpt_embed_positions_backward, EmbedPositionsBackward, Nothing)       \

@@ -50,10 +50,14 @@ struct SoftmaxRow {
   float inverse;
 };
 
+// Limits of the rotary embedding: pairs of columns of a head, and positions.
+inline constexpr std::size_t kRotaryPairsMax = 128;
+inline constexpr std::size_t kRotaryPositionsMax = std::size_t{1} << 20;
+
 namespace definitions {
 
 inline constexpr std::size_t kLanes = 32;  // One warp; also a multiple of every host vector's width.
-inline constexpr float kEpsilon = 1e-5F;   // LayerNorm's.
+inline constexpr float kEpsilon = 1e-5F;   // LayerNorm's, and RMSNorm's default.
 
 FOREBAY_DEVICE inline float larger(float a, float b) {
   return a < b ? b : a;
@@ -167,13 +171,62 @@ FOREBAY_DEVICE inline float gelu_slope(float x) {
   return 0.5F * (1.0F + t) + 0.5F * x * (1.0F - t * t) * inner;
 }
 
-// --- LayerNorm: y = (x - mean) * inverse * gain + bias ---
+// --- SwiGLU: silu(gate) * up, where silu(x) = x / (1 + exp(-x)) ---
+
+FOREBAY_DEVICE inline float sigmoid(float x) {
+  return 1.0F / (1.0F + exponential(-x));
+}
+FOREBAY_DEVICE inline float silu(float x) {
+  return x * sigmoid(x);
+}
+FOREBAY_DEVICE inline float silu_slope(float x) {
+  const float s = sigmoid(x);
+  return s * (1.0F + x * (1.0F - s));
+}
+
+// --- the rotary embedding ---
+
+struct Turn {
+  float cosine;
+  float sine;
+};
+
+// The cosine and sine of an angle of at most 2^20, in double and rounded once, so that host and device agree.
+// The polynomials are those of fdlibm for [-pi/4, pi/4].
+FOREBAY_DEVICE inline Turn turn_by(float angle) {
+  constexpr double kRounder = 6755399441055744.0;  // 1.5 * 2^52: adding it rounds to an integer.
+  const double x = static_cast<double>(angle);
+  const double n = (x * 6.36619772367581382433e-01 + kRounder) - kRounder;
+  const double r =
+      (x - n * 1.57079632673412561417e+00) - n * 6.07710050650619224932e-11;  // pi/2 in two parts.
+  const double z = r * r;
+  double s = 1.58969099521155010221e-10;
+  s = s * z - 2.50507602534068634195e-08;
+  s = s * z + 2.75573137070700676789e-06;
+  s = s * z - 1.98412698298579493134e-04;
+  s = s * z + 8.33333333332248946124e-03;
+  s = s * z - 1.66666666666666324348e-01;
+  s = r + r * (z * s);
+  double c = -1.13596475577881948265e-11;
+  c = c * z + 2.08757232129817482790e-09;
+  c = c * z - 2.75573143513906633035e-07;
+  c = c * z + 2.48015872894767294178e-05;
+  c = c * z - 1.38888888888741095749e-03;
+  c = c * z + 4.16666666666666019037e-02;
+  c = (1.0 - 0.5 * z) + z * (z * c);
+  const int quarter = static_cast<int>(n) & 3;
+  const float sine = static_cast<float>(quarter & 1 ? c : s);
+  const float cosine = static_cast<float>(quarter & 1 ? s : c);
+  return {quarter == 1 || quarter == 2 ? -cosine : cosine, quarter >= 2 ? -sine : sine};
+}
+
+// --- LayerNorm: y = (x - mean) * inverse * gain + bias. RMSNorm is the same with mean 0 and no bias ---
 
 FOREBAY_DEVICE inline float squared_deviation(float x, float mean) {
   return (x - mean) * (x - mean);
 }
-FOREBAY_DEVICE inline float inverse_deviation(float variance) {
-  return 1.0F / sqrtf(variance + kEpsilon);
+FOREBAY_DEVICE inline float inverse_deviation(float variance, float epsilon) {
+  return 1.0F / sqrtf(variance + epsilon);
 }
 FOREBAY_DEVICE inline float normalised(float x, float mean, float inverse) {
   return (x - mean) * inverse;

@@ -29,7 +29,16 @@ class Gpt::Layout {
 };
 
 Gpt::Gpt(const Options& options, Operations& operations, WorkQueue& queue, TensorGroup& group)
-    : options_(options), operations_(operations), queue_(queue), group_(group) {
+    : options_(options),
+      operations_(operations),
+      queue_(queue),
+      group_(group),
+      index_(options.shape.is_llama() ? BlockIndices{llama_block::kNorm1Gain, llama_block::kAttention,
+                                                     llama_block::kNorm2Gain, llama_block::kDown}
+                                      : BlockIndices{block::kNorm1Gain, block::kAttentionWeight,
+                                                     block::kNorm2Gain, block::kContractWeight}),
+      head_(options.shape.is_llama() ? static_cast<int>(llama_final_unit::kHead)
+                                     : static_cast<int>(final_unit::kTokens)) {
   const std::size_t hidden = shape_.hidden;
   const std::size_t row_hidden = rows_ * hidden;
 
@@ -54,29 +63,38 @@ Gpt::Gpt(const Options& options, Operations& operations, WorkQueue& queue, Tenso
 
   for (std::size_t turn = 0; turn < turns; ++turn) residual_gradients_.push_back(layout.floats(row_hidden));
   narrow_gradient_ = layout.floats(row_hidden);
-  wide_gradient_ = layout.floats(rows_ * inner_);
+  wide_gradient_ = layout.floats(rows_ * std::max(shape_.is_llama() ? 2 * inner_ : inner_, qkv_width_));
+  if (shape_.is_llama()) second_gradient_ = layout.floats(row_hidden);
   if (options.dropout > 0) dropped_gradient_ = layout.floats(row_hidden);
 
-  // The two embeddings side by side, or the largest matrix of a block.
-  const std::size_t embeddings = (vocabulary_ + shape_.position_count()) * hidden;
-  if (dtype_ != DataType::kFloat32) parameter_space_ = layout.floats(std::max(embeddings, 4 * hidden));
-  gradient_space_ = layout.floats(std::max(embeddings, inner_ * hidden));
+  // The embeddings side by side, or the largest matrix of a block.
+  const std::size_t positions = shape_.is_llama() ? 0 : shape_.position_count();
+  const std::size_t embeddings = (vocabulary_ + positions) * hidden;
+  const std::size_t columns = std::max(inner_, qkv_width_);
+  if (dtype_ != DataType::kFloat32)
+    parameter_space_ = layout.floats(std::max({embeddings, columns, 4 * hidden}));
+  gradient_space_ = layout.floats(std::max(embeddings, columns * hidden));
 
   std::size_t product_bytes = 0;
   const auto prepare = [&](const ProductShape& product, DataType b_type) {
     product_bytes = std::max(product_bytes, operations_.prepare_product(product, b_type));
   };
-  const std::size_t linears[][2] = {
-      {hidden, 3 * width_}, {width_, hidden}, {hidden, inner_}, {inner_, hidden}};
-  for (const auto& [in, out] : linears) {
+  // Extents of the weights. The head is a linear layer from the vocabulary to hidden columns, used backwards;
+  // so is every linear layer of Llama.
+  std::vector<std::pair<std::size_t, std::size_t>> weights = {{vocabulary_, hidden}};
+  if (shape_.is_llama()) {
+    weights.insert(
+        weights.end(),
+        {{width_, hidden}, {kv_width_, hidden}, {hidden, width_}, {inner_, hidden}, {hidden, inner_}});
+  } else {
+    weights.insert(weights.end(),
+                   {{hidden, 3 * width_}, {width_, hidden}, {hidden, inner_}, {inner_, hidden}});
+  }
+  for (const auto& [in, out] : weights) {
     prepare(forward_product(in, out), dtype_);
     prepare(input_gradient_product(in, out), dtype_);
     prepare(weight_gradient_product(in, out), DataType::kFloat32);
   }
-  // The head is a linear layer from the vocabulary to hidden columns, used backwards.
-  prepare(input_gradient_product(vocabulary_, hidden), dtype_);
-  prepare(forward_product(vocabulary_, hidden), dtype_);
-  prepare(weight_gradient_product(vocabulary_, hidden), DataType::kFloat32);
   product_space_ = layout.bytes(product_bytes);
   attention_space_ = layout.bytes(operations_.prepare_attention(attention_shape()));
   group_space_ = layout.bytes(group_.staging_bytes());
@@ -125,17 +143,18 @@ Gpt::BlockPlaces Gpt::lay_out_block(Layout& layout) const {
   const std::size_t row_hidden = rows_ * shape_.hidden;
   BlockPlaces b{};
   b.norm1 = layout.floats(row_hidden);
-  b.norm1_mean = layout.floats(rows_);
+  if (!shape_.is_llama()) b.norm1_mean = layout.floats(rows_);
   b.norm1_inverse = layout.floats(rows_);
-  b.qkv = layout.floats(3 * rows_ * width_);
+  b.qkv = layout.floats(rows_ * qkv_width_);
   b.softmax = layout.bytes(attention_shape().softmax_rows() * sizeof(SoftmaxRow));
   b.attended = layout.floats(rows_ * width_);
   b.middle = layout.floats(row_hidden);
   b.norm2 = layout.floats(row_hidden);
-  b.norm2_mean = layout.floats(rows_);
+  if (!shape_.is_llama()) b.norm2_mean = layout.floats(rows_);
   b.norm2_inverse = layout.floats(rows_);
   b.expanded = layout.floats(rows_ * inner_);
   b.activated = layout.floats(rows_ * inner_);
+  if (shape_.is_llama()) b.up = layout.floats(rows_ * inner_);
   return b;
 }
 
@@ -155,7 +174,7 @@ void Gpt::backward(int unit, const Parameters& parameters, const Gradients& grad
   block_backward(layer, parameters, gradients);
 }
 
-// --- embedding: x = dropout(wte[token] + wpe[position]) ---
+// --- embedding: x = dropout(wte[token] + wpe[position]); Llama has no table of positions ---
 
 void Gpt::embedding_forward(const Parameters& p) {
   float* const x = input_of(0);
@@ -167,7 +186,8 @@ void Gpt::embedding_forward(const Parameters& p) {
   all_reduce(x);
   queue_.run([=, this, dropout = dropout_of(0), first = first_element()] {
     const std::size_t sample = shape_.sequence * shape_.hidden;
-    operations_.run(AddBias{x, widened(p[embedding::kPositions], sample), batch_, sample});
+    if (!shape_.is_llama())
+      operations_.run(AddBias{x, widened(p[embedding::kPositions], sample), batch_, sample});
     if (dropout.active()) operations_.run(Drop{x, x, rows_ * shape_.hidden, dropout, first});
   });
 }
@@ -185,6 +205,7 @@ void Gpt::embedding_backward(const Gradients& gradients) {
     if (const std::size_t padding = vocabulary_ - range.count; padding > 0)
       operations_.zero(space + range.count * shape_.hidden, padding * shape_.hidden);
     store_gradient(tokens, vocabulary_ * shape_.hidden);
+    if (shape_.is_llama()) return;
 
     const GradientTarget& positions = gradients[embedding::kPositions];
     float* const position_space = gradient_space(positions);
@@ -210,11 +231,11 @@ void Gpt::attend(std::size_t layer, const float* input, const Parameters& p) {
   const BlockPlaces& b = places(layer);
   queue_.run([=, this, attention = attention_of(layer)] {
     const std::size_t hidden = shape_.hidden;
-    norm_forward(norm_of(input, b.norm1_mean, b.norm1_inverse), p, block::kNorm1Gain, at(b.norm1));
-    linear(at(b.norm1), p, block::kQkvWeight, hidden, 3 * width_, at(b.qkv));
+    norm_forward(norm_of(input, b.norm1_mean, b.norm1_inverse), p, index_.norm1, at(b.norm1));
+    project_qkv(b, p);
     operations_.run(AttentionForward{attention, at(b.qkv), at(b.attended), softmax_at(b.softmax),
                                      memory_ + attention_space_});
-    multiply(forward_product(width_, hidden), at(b.attended), stored(p[block::kAttentionWeight]),
+    multiply(output_product(width_, hidden), at(b.attended), stored(p[index_.attention]),
              at(narrow_gradient_));  // Idle here.
   });
   all_reduce(at(narrow_gradient_));
@@ -223,11 +244,9 @@ void Gpt::attend(std::size_t layer, const float* input, const Parameters& p) {
 void Gpt::expand(std::size_t layer, const float* input, const Parameters& p) {
   const BlockPlaces& b = places(layer);
   queue_.run([=, this, dropout = dropout_of(layer, kAttention), first = first_element()] {
-    const std::size_t hidden = shape_.hidden;
-    add_residual({input, p[block::kAttentionBias], dropout, first}, at(b.middle));
-    norm_forward(norm_of(at(b.middle), b.norm2_mean, b.norm2_inverse), p, block::kNorm2Gain, at(b.norm2));
-    linear(at(b.norm2), p, block::kExpandWeight, hidden, inner_, at(b.expanded));
-    operations_.run(Gelu{at(b.expanded), at(b.activated), rows_ * inner_});
+    add_residual({input, bias_of(p, index_.attention), dropout, first}, at(b.middle));
+    norm_forward(norm_of(at(b.middle), b.norm2_mean, b.norm2_inverse), p, index_.norm2, at(b.norm2));
+    activate(b, p);
   });
 }
 
@@ -235,19 +254,20 @@ void Gpt::contract(std::size_t layer, const Parameters& p) {
   const BlockPlaces& b = places(layer);
   float* const output = output_of(layer);
   queue_.run([=, this] {
-    multiply(forward_product(inner_, shape_.hidden), at(b.activated), stored(p[block::kContractWeight]),
+    multiply(output_product(inner_, shape_.hidden), at(b.activated), stored(p[index_.contract]),
              at(narrow_gradient_));
   });
   all_reduce(at(narrow_gradient_));
   queue_.run([=, this, dropout = dropout_of(layer, kMlp), first = first_element()] {
-    add_residual({at(b.middle), p[block::kContractBias], dropout, first}, output);
+    add_residual({at(b.middle), bias_of(p, index_.contract), dropout, first}, output);
   });
 }
 
 void Gpt::add_residual(const Residual& residual, float* target) {
   float* projected = at(narrow_gradient_);
   const std::size_t count = rows_ * shape_.hidden;
-  operations_.run(AddBias{projected, widened(residual.bias, shape_.hidden), rows_, shape_.hidden});
+  if (residual.bias != nullptr)
+    operations_.run(AddBias{projected, widened(residual.bias, shape_.hidden), rows_, shape_.hidden});
   if (residual.dropout.active())
     operations_.run(Drop{projected, projected, count, residual.dropout, residual.first});
   operations_.run(Add{residual.input, projected, target, count});
@@ -264,26 +284,22 @@ void Gpt::block_backward(std::size_t layer, const Parameters& p, const Gradients
   // The gradient of the output, then of middle, then of the input.
   float* const residual = residual_gradient();
   queue_.run([=, this, dropout = dropout_of(layer, kMlp)] {
-    linear_backward({at(b.activated), dropped_gradient(residual, dropout, first), at(wide_gradient_)}, p,
-                    gradients, block::kContractWeight, inner_, shape_.hidden);
-    operations_.run(GeluBackward{at(b.expanded), at(wide_gradient_), rows_ * inner_});
-    linear_backward({at(b.norm2), at(wide_gradient_), at(narrow_gradient_)}, p, gradients,
-                    block::kExpandWeight, shape_.hidden, inner_);
+    linear_backward({at(b.activated), dropped_gradient(residual, dropout, first), activated_gradient()}, p,
+                    gradients, index_.contract, inner_, shape_.hidden);
+    activate_backward(b, p, gradients);
   });
   all_reduce(at(narrow_gradient_));
   queue_.run([=, this, attention = attention_of(layer), dropout = dropout_of(layer, kAttention)] {
-    norm_backward(norm_of(at(b.middle), b.norm2_mean, b.norm2_inverse), p, gradients, block::kNorm2Gain,
-                  residual);
+    norm_backward(norm_of(at(b.middle), b.norm2_mean, b.norm2_inverse), p, gradients, index_.norm2, residual);
     linear_backward({at(b.attended), dropped_gradient(residual, dropout, first), at(narrow_gradient_)}, p,
-                    gradients, block::kAttentionWeight, width_, shape_.hidden);
+                    gradients, index_.attention, width_, shape_.hidden);
     operations_.run(AttentionBackward{attention, at(b.qkv), softmax_at(b.softmax), at(narrow_gradient_),
                                       at(wide_gradient_), memory_ + attention_space_});
-    linear_backward({at(b.norm1), at(wide_gradient_), at(narrow_gradient_)}, p, gradients, block::kQkvWeight,
-                    shape_.hidden, 3 * width_);
+    project_qkv_backward(b, p, gradients);
   });
   all_reduce(at(narrow_gradient_));
   queue_.run([=, this] {
-    norm_backward(norm_of(input, b.norm1_mean, b.norm1_inverse), p, gradients, block::kNorm1Gain, residual);
+    norm_backward(norm_of(input, b.norm1_mean, b.norm1_inverse), p, gradients, index_.norm1, residual);
   });
   if (saves(layer)) options_.inputs->release();
 }
@@ -294,15 +310,90 @@ const float* Gpt::dropped_gradient(const float* residual, const Dropout& dropout
   return at(dropped_gradient_);
 }
 
-// --- final: logits = norm(x) * wte^T, and the loss ---
+// --- the parts of a block in which the models differ ---
+
+void Gpt::project_qkv(const BlockPlaces& b, const Parameters& p) {
+  const std::size_t hidden = shape_.hidden;
+  if (!shape_.is_llama()) return linear(at(b.norm1), p, block::kQkvWeight, hidden, 3 * width_, at(b.qkv));
+  float* const queries = at(b.qkv);
+  float* const keys = queries + rows_ * width_;
+  linear(at(b.norm1), p, llama_block::kQuery, hidden, width_, queries);
+  linear(at(b.norm1), p, llama_block::kKey, hidden, kv_width_, keys);
+  linear(at(b.norm1), p, llama_block::kValue, hidden, kv_width_, keys + rows_ * kv_width_);
+  rotate(queries, heads_, 1);
+  rotate(keys, kv_heads_, 1);
+}
+
+void Gpt::project_qkv_backward(const BlockPlaces& b, const Parameters& p, const Gradients& gradients) {
+  const std::size_t hidden = shape_.hidden;
+  float* const queries = at(wide_gradient_);
+  float* const sum = at(narrow_gradient_);
+  if (!shape_.is_llama()) {
+    return linear_backward({at(b.norm1), queries, sum}, p, gradients, block::kQkvWeight, hidden, 3 * width_);
+  }
+  float* const keys = queries + rows_ * width_;
+  float* const values = keys + rows_ * kv_width_;
+  float* const more = at(second_gradient_);
+  rotate(queries, heads_, -1);
+  rotate(keys, kv_heads_, -1);
+  linear_backward({at(b.norm1), queries, sum}, p, gradients, llama_block::kQuery, hidden, width_);
+  linear_backward({at(b.norm1), keys, more}, p, gradients, llama_block::kKey, hidden, kv_width_);
+  operations_.run(Add{sum, more, sum, rows_ * hidden});
+  linear_backward({at(b.norm1), values, more}, p, gradients, llama_block::kValue, hidden, kv_width_);
+  operations_.run(Add{sum, more, sum, rows_ * hidden});
+}
+
+void Gpt::activate(const BlockPlaces& b, const Parameters& p) {
+  const std::size_t hidden = shape_.hidden, count = rows_ * inner_;
+  if (!shape_.is_llama()) {
+    linear(at(b.norm2), p, block::kExpandWeight, hidden, inner_, at(b.expanded));
+    return operations_.run(Gelu{at(b.expanded), at(b.activated), count});
+  }
+  linear(at(b.norm2), p, llama_block::kGate, hidden, inner_, at(b.expanded));
+  linear(at(b.norm2), p, llama_block::kUp, hidden, inner_, at(b.up));
+  operations_.run(SwiGlu{at(b.expanded), at(b.up), at(b.activated), count});
+}
+
+void Gpt::activate_backward(const BlockPlaces& b, const Parameters& p, const Gradients& gradients) {
+  const std::size_t hidden = shape_.hidden, count = rows_ * inner_;
+  float* const gradient = activated_gradient();
+  float* const sum = at(narrow_gradient_);
+  if (!shape_.is_llama()) {
+    operations_.run(GeluBackward{at(b.expanded), gradient, count});
+    return linear_backward({at(b.norm2), gradient, sum}, p, gradients, block::kExpandWeight, hidden, inner_);
+  }
+  float* const gate = at(wide_gradient_);
+  float* const more = at(second_gradient_);
+  operations_.run(SwiGluBackward{at(b.expanded), at(b.up), gradient, gate, gradient, count});
+  linear_backward({at(b.norm2), gate, sum}, p, gradients, llama_block::kGate, hidden, inner_);
+  linear_backward({at(b.norm2), gradient, more}, p, gradients, llama_block::kUp, hidden, inner_);
+  operations_.run(Add{sum, more, sum, rows_ * hidden});
+}
+
+void Gpt::rotate(float* values, std::size_t heads, float direction) {
+  const std::size_t columns = shape_.hidden / shape_.heads, pairs = columns / 2;
+  Rotate arguments{.values = values,
+                   .count = rows_ * heads * pairs,
+                   .sequence = shape_.sequence,
+                   .heads = heads,
+                   .columns = columns,
+                   .direction = direction,
+                   .frequencies = {}};
+  for (std::size_t i = 0; i < pairs; ++i) {
+    const float exponent = static_cast<float>(2 * i) / static_cast<float>(columns);
+    arguments.frequencies[i] = 1.0F / static_cast<float>(std::pow(shape_.rope_theta, double{exponent}));
+  }
+  operations_.run(arguments);
+}
+
+// --- final: logits = norm(x) * head^T, and the loss ---
 
 void Gpt::final_forward(const Parameters& p) {
   const float* const x = output_of(layers_.end - 1);
   queue_.run([=, this] {
     const std::size_t hidden = shape_.hidden;
     norm_forward(norm_of(x, final_mean_, final_inverse_), p, final_unit::kNormGain, at(final_norm_));
-    multiply(input_gradient_product(vocabulary_, hidden), at(final_norm_), stored(p[final_unit::kTokens]),
-             at(logits_));
+    multiply(input_gradient_product(vocabulary_, hidden), at(final_norm_), stored(p[head_]), at(logits_));
   });
 }
 
@@ -320,12 +411,11 @@ void Gpt::final_backward(const Parameters& p, const Gradients& gradients, double
   cross_entropy(static_cast<float>(loss_scale / static_cast<double>(rows_)));
   queue_.run([=, this] {
     const std::size_t hidden = shape_.hidden;
-    const GradientTarget& tokens = gradients[final_unit::kTokens];
+    const GradientTarget& tokens = gradients[head_];
     multiply(weight_gradient_product(vocabulary_, hidden), at(logits_), computed(at(final_norm_)),
              gradient_space(tokens));
     store_gradient(tokens, vocabulary_ * hidden);
-    multiply(forward_product(vocabulary_, hidden), at(logits_), stored(p[final_unit::kTokens]),
-             at(narrow_gradient_));
+    multiply(forward_product(vocabulary_, hidden), at(logits_), stored(p[head_]), at(narrow_gradient_));
   });
   all_reduce(at(narrow_gradient_));
   const float* const x = output_of(layers_.end - 1);
@@ -339,17 +429,23 @@ void Gpt::final_backward(const Parameters& p, const Gradients& gradients, double
 
 void Gpt::linear(const float* input, const Parameters& p, int weight, std::size_t in, std::size_t out,
                  float* output) {
-  multiply(forward_product(in, out), input, stored(p[weight]), output);
-  operations_.run(AddBias{output, widened(p[weight + 1], out), rows_, out});
+  multiply(output_product(in, out), input, stored(p[weight]), output);
+  if (const std::byte* const bias = bias_of(p, weight))
+    operations_.run(AddBias{output, widened(bias, out), rows_, out});
 }
 
 void Gpt::linear_backward(const LinearGradient& g, const Parameters& p, const Gradients& gradients,
                           int weight, std::size_t in, std::size_t out) {
   const GradientTarget& weight_gradient = gradients[weight];
-  const GradientTarget& bias_gradient = gradients[weight + 1];
-  multiply(weight_gradient_product(in, out), g.input, computed(g.output_gradient),
-           gradient_space(weight_gradient));
+  float* const space = gradient_space(weight_gradient);
+  if (shape_.is_llama()) {
+    multiply(weight_gradient_product(out, in), g.output_gradient, computed(g.input), space);
+    store_gradient(weight_gradient, in * out);
+    return multiply(forward_product(out, in), g.output_gradient, stored(p[weight]), g.input_gradient);
+  }
+  multiply(weight_gradient_product(in, out), g.input, computed(g.output_gradient), space);
   store_gradient(weight_gradient, in * out);
+  const GradientTarget& bias_gradient = gradients[weight + 1];
   operations_.run(ColumnSums{g.output_gradient, gradient_space(bias_gradient), rows_, out});
   store_gradient(bias_gradient, out);
   multiply(input_gradient_product(in, out), g.output_gradient, stored(p[weight]), g.input_gradient);
@@ -357,7 +453,9 @@ void Gpt::linear_backward(const LinearGradient& g, const Parameters& p, const Gr
 
 void Gpt::norm_forward(const LayerNorm& norm, const Parameters& p, int gain, float* output) {
   const std::size_t hidden = shape_.hidden;
-  operations_.run(NormForward{norm, widened(p[gain], hidden), widened(p[gain + 1], hidden, hidden), output});
+  const std::byte* const bias = bias_of(p, gain);
+  operations_.run(NormForward{norm, widened(p[gain], hidden),
+                              bias != nullptr ? widened(bias, hidden, hidden) : nullptr, output});
 }
 
 void Gpt::norm_backward(const LayerNorm& norm, const Parameters& p, const Gradients& gradients, int gain,
@@ -365,9 +463,10 @@ void Gpt::norm_backward(const LayerNorm& norm, const Parameters& p, const Gradie
   const std::size_t hidden = shape_.hidden;
   const float* gradient = at(narrow_gradient_);
   const GradientTarget& gain_gradient = gradients[gain];
-  const GradientTarget& bias_gradient = gradients[gain + 1];
   operations_.run(NormBackward{norm, widened(p[gain], hidden), gradient, input_gradient});
   operations_.run(GainBackward{norm, gradient, gradient_space(gain_gradient)});
+  if (shape_.is_llama()) return store_gradient(gain_gradient, hidden);
+  const GradientTarget& bias_gradient = gradients[gain + 1];
   operations_.run(ColumnSums{gradient, gradient_space(bias_gradient, hidden), rows_, hidden});
   store_gradient(gain_gradient, hidden);
   store_gradient(bias_gradient, hidden, hidden);
@@ -393,7 +492,13 @@ ProductShape Gpt::weight_gradient_product(std::size_t in, std::size_t out) const
 }
 
 LayerNorm Gpt::norm_of(const float* input, std::size_t mean, std::size_t inverse) {
-  return {input, at(mean), at(inverse), rows_, shape_.hidden};
+  const bool is_rms = shape_.is_llama();
+  return {.input = input,
+          .mean = is_rms ? nullptr : at(mean),
+          .inverse = at(inverse),
+          .rows = rows_,
+          .hidden = shape_.hidden,
+          .epsilon = is_rms ? static_cast<float>(shape_.norm_epsilon) : definitions::kEpsilon};
 }
 
 Attention Gpt::attention_shape() const {
@@ -402,7 +507,8 @@ Attention Gpt::attention_shape() const {
           .hidden = width_,
           .heads = heads_,
           .first_head = part_.rank * heads_,
-          .all_heads = shape_.heads};
+          .all_heads = shape_.heads,
+          .kv_heads = shape_.is_llama() ? kv_heads_ : 0};
 }
 
 Attention Gpt::attention_of(std::size_t layer) const {

@@ -1,5 +1,5 @@
-// Gpt: the forward and backward pass of a GPT-2 style model, unit by unit, or one tensor-parallel rank's part
-// of it.
+// Gpt: the forward and backward pass of a model like GPT-2 or Llama, unit by unit, or one tensor-parallel
+// rank's part of it.
 //
 // It knows neither engines nor devices: it calls Operations in order. The caller passes, for each unit, the
 // addresses of its parameters and gradients, so the same arithmetic runs under a ZeRO engine and in a plain
@@ -15,9 +15,9 @@
 // thread.
 //
 // Tensor parallelism. The first matrix of attention and of the MLP is divided by columns (whole heads), the
-// second by rows, and the embedding by tokens. The outputs of a second matrix are added over the ranks, and
-// so are the gradients that return through a first one. Between blocks, activations are whole and bit for bit
-// the same on every rank.
+// second by rows, and the embedding and the head by tokens. The outputs of a second matrix are added over the
+// ranks, and so are the gradients that return through a first one. Between blocks, activations are whole and
+// bit for bit the same on every rank.
 //
 // Pipeline parallelism. A Gpt may be one pipeline stage: some of the blocks, the first stage with the
 // embedding, the last with the final unit. Then up to Options::passes passes are between their forward and
@@ -45,8 +45,8 @@ struct GradientTarget {
   bool accumulate = false;  // Write "+=" instead of "=".
 };
 
-// Addresses of one unit's parameters, in the order of describe_units(). The last unit has the tied wte.weight
-// at the end.
+// Addresses of one unit's parameters, in the order of describe_units(). The last unit has the head at the
+// end, also where it is the tied token embedding.
 using Parameters = std::vector<const std::byte*>;
 using Gradients = std::vector<GradientTarget>;
 
@@ -137,6 +137,11 @@ class Gpt {
   struct BlockPlaces {
     std::size_t input, norm1, norm1_mean, norm1_inverse, qkv, softmax, attended, middle, norm2, norm2_mean,
         norm2_inverse, expanded, activated;
+    std::size_t up;  // Llama's; its gate is `expanded`.
+  };
+  // Indices of a block's parameters that both models have.
+  struct BlockIndices {
+    int norm1, attention, norm2, contract;
   };
   class Layout;
   // Sites of dropout: one after the embedding, three in each block.
@@ -185,8 +190,20 @@ class Gpt {
   // The residual gradient, taken back through that dropout.
   const float* dropped_gradient(const float* residual, const Dropout& dropout, std::uint64_t first);
 
-  // output = input * weight + bias: [rows, in] x [in, out]. `weight` is the index of the weight in its unit;
-  // the bias has the next one. So do the gain and the bias of a norm.
+  // Queries, keys and values from the result of a block's first norm; and back, from the gradients in
+  // wide_gradient_ to that of the norm in narrow_gradient_.
+  void project_qkv(const BlockPlaces& b, const Parameters& parameters);
+  void project_qkv_backward(const BlockPlaces& b, const Parameters& parameters, const Gradients& gradients);
+  // From the result of the second norm to `activated`; and back, from its gradient at activated_gradient() to
+  // that of the norm in narrow_gradient_.
+  void activate(const BlockPlaces& b, const Parameters& parameters);
+  void activate_backward(const BlockPlaces& b, const Parameters& parameters, const Gradients& gradients);
+  float* activated_gradient() { return at(wide_gradient_) + (shape_.is_llama() ? rows_ * inner_ : 0); }
+  // The rotary embedding of `heads` heads, in place; `direction` -1 turns back.
+  void rotate(float* values, std::size_t heads, float direction);
+
+  // output = input * weight + bias, [rows, in] to [rows, out]. `weight` is the index of the weight in its
+  // unit; the bias has the next one. So do the gain and the bias of a norm. Llama has no biases.
   void linear(const float* input, const Parameters& parameters, int weight, std::size_t in, std::size_t out,
               float* output);
   struct LinearGradient {
@@ -205,6 +222,11 @@ class Gpt {
   ProductShape forward_product(std::size_t in, std::size_t out) const;
   ProductShape input_gradient_product(std::size_t in, std::size_t out) const;
   ProductShape weight_gradient_product(std::size_t in, std::size_t out) const;
+
+  // A weight is [in, out] in GPT-2, and [out, in] in Llama.
+  ProductShape output_product(std::size_t in, std::size_t out) const {
+    return shape_.is_llama() ? input_gradient_product(out, in) : forward_product(in, out);
+  }
 
   LayerNorm norm_of(const float* input, std::size_t mean, std::size_t inverse);
   Attention attention_shape() const;
@@ -227,6 +249,10 @@ class Gpt {
   const float* widened(const std::byte* parameter, std::size_t count, std::size_t offset = 0);
   // Where to compute a gradient in fp32.
   float* gradient_space(const GradientTarget& target, std::size_t offset = 0);
+  // The bias behind a weight or gain; null in Llama.
+  const std::byte* bias_of(const Parameters& parameters, int weight) const {
+    return shape_.is_llama() ? nullptr : parameters[weight + 1];
+  }
   // Moves a gradient from gradient_space() to its target.
   void store_gradient(const GradientTarget& target, std::size_t count, std::size_t offset = 0);
 
@@ -248,9 +274,15 @@ class Gpt {
   const TensorPart part_ = group_.part();
   // This rank's share of the columns of attention, of the MLP's columns, of the heads and of the vocabulary.
   const std::size_t width_ = shape_.hidden / part_.size;
-  const std::size_t inner_ = 4 * width_;
+  const std::size_t inner_ = (shape_.inner_count() + part_.size - 1) / part_.size;
   const std::size_t heads_ = shape_.heads / part_.size;
+  const std::size_t kv_heads_ = shape_.kv_head_count() / part_.size;
+  const std::size_t kv_width_ = shape_.kv_columns() / part_.size;  // Columns of keys, and of values.
+  const std::size_t qkv_width_ = width_ + 2 * kv_width_;
   const std::size_t vocabulary_ = (shape_.vocabulary + part_.size - 1) / part_.size;
+
+  const BlockIndices index_;
+  const int head_;  // The index of the head in the final unit.
 
   Pass pass_;
   DevicePtr memory_ = nullptr;
@@ -263,6 +295,7 @@ class Gpt {
   std::size_t loss_parts_ = 0;
   std::vector<std::size_t> residual_gradients_;  // Used in turn.
   std::size_t narrow_gradient_ = 0, wide_gradient_ = 0, dropped_gradient_ = 0;
+  std::size_t second_gradient_ = 0;  // Llama's: of an input that several projections share.
   std::size_t parameter_space_ = 0, gradient_space_ = 0, product_space_ = 0, attention_space_ = 0;
   std::size_t group_space_ = 0;
 };

@@ -180,6 +180,19 @@ void HostOperations::run(const GeluBackward& a) {
   for_elements(a);
 }
 
+void HostOperations::run(const SwiGlu& a) {
+  for_elements(a);
+}
+
+void HostOperations::run(const SwiGluBackward& a) {
+  for_elements(a);
+}
+
+void HostOperations::run(const Rotate& a) {
+#pragma omp parallel for schedule(static) if (a.count >= kParallelCount)
+  for (std::size_t i = 0; i < a.count; ++i) a(i);
+}
+
 void HostOperations::zero(float* target, std::size_t count) {
   std::fill_n(target, count, 0.0F);
 }
@@ -244,14 +257,15 @@ void HostOperations::run(const NormForward& a) {
   for (std::size_t r = 0; r < norm.rows; ++r) {
     const float* x = norm.input + r * hidden;
     float* y = a.output + r * hidden;
-    const float mean = lane_sum(hidden, [x](std::size_t c) { return x[c]; }) / count;
+    const float mean =
+        norm.mean == nullptr ? 0.0F : lane_sum(hidden, [x](std::size_t c) { return x[c]; }) / count;
     const float variance =
         lane_sum(hidden, [x, mean](std::size_t c) { return definitions::squared_deviation(x[c], mean); }) /
         count;
-    const float inverse = definitions::inverse_deviation(variance);
+    const float inverse = definitions::inverse_deviation(variance, norm.epsilon);
     for (std::size_t c = 0; c < hidden; ++c)
-      y[c] = definitions::layer_norm(x[c], mean, inverse, a.gain[c], a.bias[c]);
-    norm.mean[r] = mean;
+      y[c] = definitions::layer_norm(x[c], mean, inverse, a.gain[c], a.bias != nullptr ? a.bias[c] : 0.0F);
+    if (norm.mean != nullptr) norm.mean[r] = mean;
     norm.inverse[r] = inverse;
   }
 }
@@ -267,9 +281,11 @@ void HostOperations::run(const NormBackward& a) {
     const float* x = norm.input + r * hidden;
     const float* dy = a.gradient + r * hidden;
     float* dx = a.input_gradient + r * hidden;
-    const float mean = norm.mean[r];
+    const float mean = norm.mean_of(r);
     const float inverse = norm.inverse[r];
-    const float mean_g = lane_sum(hidden, [=](std::size_t c) { return dy[c] * gain[c]; }) / count;
+    const float mean_g = norm.mean == nullptr
+                             ? 0.0F
+                             : lane_sum(hidden, [=](std::size_t c) { return dy[c] * gain[c]; }) / count;
     const float mean_gx =
         lane_sum(hidden, [=](std::size_t c) { return dy[c] * gain[c] * normalised(x[c], mean, inverse); }) /
         count;
@@ -282,27 +298,13 @@ void HostOperations::run(const GainBackward& a) {
   column_sums(a.norm.rows, a.norm.hidden, a.gain_gradient,
               [norm = a.norm, gradient = a.gradient](std::size_t r, std::size_t c) {
                 const std::size_t i = r * norm.hidden + c;
-                return gradient[i] * definitions::normalised(norm.input[i], norm.mean[r], norm.inverse[r]);
+                return gradient[i] * definitions::normalised(norm.input[i], norm.mean_of(r), norm.inverse[r]);
               });
 }
 
 // --- attention ---
 
 namespace {
-
-// One head of one sample: where its query, key and value columns are.
-struct Head {
-  const float* query;  // Row 0; the next row is `stride` further. Likewise for key and value.
-  const float* key;
-  const float* value;
-  std::size_t stride;
-};
-
-Head head_of(const Attention& shape, const float* qkv, std::size_t sample, std::size_t head) {
-  const std::size_t stride = 3 * shape.hidden;
-  const float* row = qkv + sample * shape.sequence * stride + head * shape.head_columns();
-  return {row, row + shape.hidden, row + 2 * shape.hidden, stride};
-}
 
 // The workspace of one thread, in floats: keys and values of a head, transposed, and two rows of weights.
 std::size_t attention_count(const Attention& shape) {
@@ -335,12 +337,12 @@ void drop_row(const Dropout& dropout, std::uint64_t first, float* row, std::size
   for (std::size_t j = 0; j < count; ++j) row[j] = definitions::dropped(dropout, first + j, row[j]);
 }
 
-// Calls f(sample, head, workspace of this thread) for all heads of all samples, in parallel.
+// Calls f(sample, head, workspace of this thread) for `heads` heads of all samples, in parallel.
 template <typename Function>
-void for_heads(const Attention& shape, std::byte* workspace, int threads, Function f) {
+void for_heads(const Attention& shape, std::size_t heads, std::byte* workspace, int threads, Function f) {
 #pragma omp parallel for collapse(2) schedule(static) num_threads(threads)
   for (std::size_t sample = 0; sample < shape.batch; ++sample) {
-    for (std::size_t head = 0; head < shape.heads; ++head)
+    for (std::size_t head = 0; head < heads; ++head)
       f(sample, head, reinterpret_cast<float*>(workspace) + thread_index() * attention_count(shape));
   }
 }
@@ -362,11 +364,13 @@ void HostOperations::run(const AttentionForward& a) {
   const float factor = definitions::attention_factor(columns);
   const auto one_head = [&, columns, sequence, factor](std::size_t sample, std::size_t head, float* keys) {
     float* weights = keys + 2 * columns * sequence;
-    const Head in = head_of(shape, a.qkv, sample, head);
-    transpose(in.key, in.stride, sequence, columns, keys);
+    const HeadPlaces in = shape.places(sample, head);
+    const float* value = a.qkv + in.value;
+    transpose(a.qkv + in.key, in.key_stride, sequence, columns, keys);
     for (std::size_t i = 0; i < sequence; ++i) {
       const std::size_t seen = i + 1;
-      dots_with_columns(in.query + i * in.stride, columns, keys, sequence, factor, weights, seen);
+      dots_with_columns(a.qkv + in.query + i * in.query_stride, columns, keys, sequence, factor, weights,
+                        seen);
       SoftmaxRow row{*std::max_element(weights, weights + seen), 1.0F};
       for (std::size_t j = 0; j < seen; ++j) weights[j] = definitions::probability(weights[j], row);
       row.inverse = 1.0F / lane_sum(seen, [weights](std::size_t j) { return weights[j]; });
@@ -376,10 +380,10 @@ void HostOperations::run(const AttentionForward& a) {
       std::fill(out, out + columns, 0.0F);
       for (std::size_t j = 0; j < seen; ++j) weights[j] *= row.inverse;
       drop_row(shape.dropout, shape.dropout_index(sample, head, i), weights, seen);
-      for (std::size_t j = 0; j < seen; ++j) add_scaled(weights[j], in.value + j * in.stride, out, columns);
+      for (std::size_t j = 0; j < seen; ++j) add_scaled(weights[j], value + j * in.key_stride, out, columns);
     }
   };
-  for_heads(shape, a.workspace, threads_, one_head);
+  for_heads(shape, shape.heads, a.workspace, threads_, one_head);
 }
 
 void HostOperations::run(const AttentionBackward& a) {
@@ -387,27 +391,28 @@ void HostOperations::run(const AttentionBackward& a) {
   const std::size_t columns = shape.head_columns();
   const std::size_t sequence = shape.sequence;
   const float factor = definitions::attention_factor(columns);
+  // The gradients of a key and its value get those of each head that shares them, in order.
   const auto one_head = [&, columns, sequence, factor](std::size_t sample, std::size_t head, float* keys) {
     float* values = keys + columns * sequence;
     float* weights = values + columns * sequence;
     float* weight_gradients = weights + sequence;
-    const Head in = head_of(shape, a.qkv, sample, head);
-    transpose(in.key, in.stride, sequence, columns, keys);
-    transpose(in.value, in.stride, sequence, columns, values);
+    const HeadPlaces in = shape.places(sample, head);
+    transpose(a.qkv + in.key, in.key_stride, sequence, columns, keys);
+    transpose(a.qkv + in.value, in.key_stride, sequence, columns, values);
 
-    const std::size_t stride = in.stride;
-    float* d_query = a.qkv_gradient + (in.query - a.qkv);
-    float* d_key = a.qkv_gradient + (in.key - a.qkv);
-    float* d_value = a.qkv_gradient + (in.value - a.qkv);
+    float* d_query = a.qkv_gradient + in.query;
+    float* d_key = a.qkv_gradient + in.key;
+    float* d_value = a.qkv_gradient + in.value;
+    const bool is_first = head % shape.heads_of_key() == 0;
     for (std::size_t i = 0; i < sequence; ++i) {
-      std::fill(d_query + i * stride, d_query + i * stride + columns, 0.0F);
-      std::fill(d_key + i * stride, d_key + i * stride + columns, 0.0F);
-      std::fill(d_value + i * stride, d_value + i * stride + columns, 0.0F);
+      std::fill_n(d_query + i * in.query_stride, columns, 0.0F);
+      if (is_first) std::fill_n(d_key + i * in.key_stride, columns, 0.0F);
+      if (is_first) std::fill_n(d_value + i * in.key_stride, columns, 0.0F);
     }
 
     for (std::size_t i = 0; i < sequence; ++i) {
       const std::size_t seen = i + 1;
-      const float* query = in.query + i * stride;
+      const float* query = a.qkv + in.query + i * in.query_stride;
       const float* d_out = a.gradient + (sample * sequence + i) * shape.hidden + head * columns;
       const SoftmaxRow row = a.softmax[(sample * shape.heads + head) * sequence + i];
 
@@ -421,14 +426,19 @@ void HostOperations::run(const AttentionBackward& a) {
       const float mean = lane_sum(seen, [=](std::size_t j) { return weights[j] * weight_gradients[j]; });
       for (std::size_t j = 0; j < seen; ++j) {
         const float d_score = definitions::score_gradient(weights[j], weight_gradients[j], mean, factor);
-        add_scaled(d_score, in.key + j * stride, d_query + i * stride, columns);
-        add_scaled(d_score, query, d_key + j * stride, columns);
+        add_scaled(d_score, a.qkv + in.key + j * in.key_stride, d_query + i * in.query_stride, columns);
+        add_scaled(d_score, query, d_key + j * in.key_stride, columns);
       }
       drop_row(shape.dropout, dropout_index, weights, seen);
-      for (std::size_t j = 0; j < seen; ++j) add_scaled(weights[j], d_out, d_value + j * stride, columns);
+      for (std::size_t j = 0; j < seen; ++j)
+        add_scaled(weights[j], d_out, d_value + j * in.key_stride, columns);
     }
   };
-  for_heads(shape, a.workspace, threads_, one_head);
+  for_heads(shape, shape.kv_head_count(), a.workspace, threads_,
+            [&](std::size_t sample, std::size_t key, float* workspace) {
+              for (std::size_t i = 0; i < shape.heads_of_key(); ++i)
+                one_head(sample, key * shape.heads_of_key() + i, workspace);
+            });
 }
 
 // --- the loss ---

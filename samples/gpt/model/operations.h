@@ -77,6 +77,51 @@ struct GeluBackward {
   FOREBAY_DEVICE void operator()(std::size_t i) const { gradient[i] *= definitions::gelu_slope(input[i]); }
 };
 
+// output = silu(gate) * up.
+struct SwiGlu {
+  const float* gate;
+  const float* up;
+  float* output;
+  std::size_t count;
+  FOREBAY_DEVICE void operator()(std::size_t i) const { output[i] = definitions::silu(gate[i]) * up[i]; }
+};
+
+// From the gradient of that output; `up_gradient` may be the same memory.
+struct SwiGluBackward {
+  const float* gate;
+  const float* up;
+  const float* gradient;
+  float* gate_gradient;
+  float* up_gradient;
+  std::size_t count;
+  FOREBAY_DEVICE void operator()(std::size_t i) const {
+    const float g = gradient[i];
+    gate_gradient[i] = g * up[i] * definitions::silu_slope(gate[i]);
+    up_gradient[i] = g * definitions::silu(gate[i]);
+  }
+};
+
+// The rotary position embedding, in place, of a matrix whose rows are heads of `columns` side by side:
+// columns i and i + columns / 2 of a head at `position` turn by the angle position * frequencies[i].
+struct Rotate {
+  float* values;
+  std::size_t count;  // Pairs of columns.
+  std::size_t sequence;
+  std::size_t heads;
+  std::size_t columns;
+  float direction;  // 1; -1 turns back, for the gradient.
+  float frequencies[kRotaryPairsMax];
+  FOREBAY_DEVICE void operator()(std::size_t i) const {
+    const std::size_t half = columns / 2, pair = i % half, head = i / half;
+    const std::size_t position = head / heads % sequence;
+    const definitions::Turn turn = definitions::turn_by(static_cast<float>(position) * frequencies[pair]);
+    float* const x = values + head * columns + pair;
+    const float a = x[0], b = x[half], sine = direction * turn.sine;
+    x[0] = a * turn.cosine - b * sine;
+    x[half] = b * turn.cosine + a * sine;
+  }
+};
+
 // --- matrices ---
 
 // matrix[r][c] += bias[c].
@@ -131,17 +176,21 @@ struct EmbedPositionsBackward {
   std::size_t hidden;
 };
 
-// --- LayerNorm ---
+// --- LayerNorm and RMSNorm ---
 
 struct LayerNorm {
   const float* input;
-  float* mean;     // Mean of each row, kept for the backward pass.
-  float* inverse;  // 1 / sqrt(variance + 1e-5) of each row, kept likewise.
+  float* mean;     // Mean of each row, kept for the backward pass. Null: RMSNorm, whose mean counts as 0.
+  float* inverse;  // 1 / sqrt(variance + epsilon) of each row, kept likewise.
   std::size_t rows;
   std::size_t hidden;
+  float epsilon = definitions::kEpsilon;
+
+  FOREBAY_DEVICE float mean_of(std::size_t row) const { return mean != nullptr ? mean[row] : 0.0F; }
 };
 
-// output = (input - mean) / sqrt(variance + 1e-5) * gain + bias, over the columns of each row.
+// output = (input - mean) / sqrt(variance + epsilon) * gain + bias, over the columns of each row. A null bias
+// is 0.
 struct NormForward {
   LayerNorm norm;
   const float* gain;
@@ -194,8 +243,16 @@ struct CrossEntropyBackward {
 
 // --- attention ---
 
-// Causal attention of `heads` heads over `batch` samples. A row of `qkv` is [query | key | value], each
-// `hidden` wide with the heads beside one another; scores are scaled by 1 / sqrt(hidden / heads).
+// Where a head's query, key and value columns of position 0 lie in `qkv`, and how far the next positions are.
+struct HeadPlaces {
+  std::size_t query, key, value;
+  std::size_t query_stride, key_stride;  // Values have that of keys.
+};
+
+// Causal attention of `heads` heads over `batch` samples; scores are scaled by 1 / sqrt(hidden / heads). A
+// row of `qkv` is [query | key | value], each `hidden` wide with the heads beside one another. With
+// `kv_heads`, `qkv` is a matrix of queries, then one of keys, then one of values, and heads / kv_heads heads
+// in order share a key and a value.
 struct Attention {
   std::size_t batch;
   std::size_t sequence;
@@ -207,7 +264,20 @@ struct Attention {
   std::size_t first_sample = 0;
   std::size_t first_head = 0;
   std::size_t all_heads = 0;
+  std::size_t kv_heads = 0;  // 0: each head has a key and a value.
 
+  FOREBAY_DEVICE std::size_t kv_head_count() const { return kv_heads == 0 ? heads : kv_heads; }
+  FOREBAY_DEVICE std::size_t heads_of_key() const { return heads / kv_head_count(); }
+  FOREBAY_DEVICE HeadPlaces places(std::size_t sample, std::size_t head) const {
+    const std::size_t row = sample * sequence, columns = head_columns();
+    if (kv_heads == 0) {
+      const std::size_t query = row * 3 * hidden + head * columns;
+      return {query, query + hidden, query + 2 * hidden, 3 * hidden, 3 * hidden};
+    }
+    const std::size_t kv_columns = kv_heads * columns, rows = batch * sequence;
+    const std::size_t key = rows * hidden + row * kv_columns + head / heads_of_key() * columns;
+    return {row * hidden + head * columns, key, key + rows * kv_columns, hidden, kv_columns};
+  }
   FOREBAY_DEVICE std::size_t head_columns() const { return hidden / heads; }
   FOREBAY_DEVICE std::size_t softmax_rows() const { return batch * heads * sequence; }
   // The probability with which query `position` of a head sees position 0, for `dropout`.
@@ -236,13 +306,15 @@ struct AttentionBackward {
 };
 
 // The operations that are one kernel each.
-#define FOREBAY_GPT_OPERATIONS(ROW)                                                                      \
-  ROW(Widen)                                                                                             \
-  ROW(Narrow)                                                                                            \
-  ROW(Add)                                                                                               \
-  ROW(Drop) ROW(Gelu) ROW(GeluBackward) ROW(AddBias) ROW(ColumnSums) ROW(Embed) ROW(EmbedTokensBackward) \
-      ROW(EmbedPositionsBackward) ROW(NormForward) ROW(NormBackward) ROW(GainBackward) ROW(CrossEntropy) \
-          ROW(CrossEntropyBackward) ROW(AttentionForward)
+#define FOREBAY_GPT_OPERATIONS(ROW)                                                                     \
+  ROW(Widen)                                                                                            \
+  ROW(Narrow)                                                                                           \
+  ROW(Add)                                                                                              \
+  ROW(Drop)                                                                                             \
+  ROW(Gelu)                                                                                             \
+  ROW(GeluBackward) ROW(SwiGlu) ROW(SwiGluBackward) ROW(Rotate) ROW(AddBias) ROW(ColumnSums) ROW(Embed) \
+      ROW(EmbedTokensBackward) ROW(EmbedPositionsBackward) ROW(NormForward) ROW(NormBackward)           \
+          ROW(GainBackward) ROW(CrossEntropy) ROW(CrossEntropyBackward) ROW(AttentionForward)
 
 class Operations {
  public:

@@ -4,6 +4,7 @@
 
 #include "forebay/error.h"
 #include "forebay/units.h"
+#include "model/definitions.h"
 #include "model/tokens.h"
 
 namespace forebay::gpt {
@@ -30,6 +31,23 @@ GptParameter cut_by_columns(GptParameter parameter, std::size_t sections = 1) {
   return parameter;
 }
 
+// The rotary embedding turns pairs of a head's columns, by angles that turn_by() computes.
+void check_rotary(const GptShape& shape) {
+  const auto refuse = [](const std::string& message) { throw Error(StatusCode::kInvalidArgument, message); };
+  const std::size_t columns = shape.hidden / shape.heads;
+  if (columns % 2 != 0 || columns > 2 * kRotaryPairsMax) {
+    refuse("--hidden / --heads is " + std::to_string(columns) +
+           " with --model llama; use an even number up to " + std::to_string(2 * kRotaryPairsMax) +
+           ", because pairs of columns turn");
+  }
+  if (shape.sequence > kRotaryPositionsMax) {
+    refuse("--sequence is " + std::to_string(shape.sequence) + " with --model llama; use at most " +
+           std::to_string(kRotaryPositionsMax) + ", up to which the angles are exact");
+  }
+  if (!(shape.rope_theta >= 1) || !std::isfinite(shape.rope_theta))
+    refuse("--rope-theta is " + std::to_string(shape.rope_theta) + "; use 1 or more");
+}
+
 void check(const GptShape& shape) {
   const auto refuse = [](const std::string& message) { throw Error(StatusCode::kInvalidArgument, message); };
   if (shape.layers == 0) refuse("--layers is 0; use 1 or more");
@@ -44,13 +62,63 @@ void check(const GptShape& shape) {
     refuse("--sequence " + std::to_string(shape.sequence) + " is more than the model's " +
            std::to_string(shape.position_count()) + " positions; use at most as many");
   }
+  if (shape.is_llama() && shape.heads % shape.kv_head_count() != 0) {
+    refuse("--kv-heads " + std::to_string(shape.kv_heads) + " does not divide --heads " +
+           std::to_string(shape.heads) + "; use a divisor of it");
+  }
+  if (!shape.is_llama() && shape.kv_heads != 0)
+    refuse("--kv-heads is for heads that share keys, and those of GPT-2 do not; add --model llama");
   if (shape.hidden % shape.heads != 0) {
     refuse("--heads " + std::to_string(shape.heads) + " does not divide --hidden " +
            std::to_string(shape.hidden) + "; use a divisor of it");
   }
+  if (shape.is_llama()) check_rotary(shape);
+}
+
+// A parameter that projects from `in` to `out` columns is [out, in].
+std::vector<GptUnit> describe_llama(const GptShape& shape) {
+  const std::size_t hidden = shape.hidden, inner = shape.inner_count();
+  const double residual = kDeviation / std::sqrt(2.0 * static_cast<double>(shape.layers));
+  const auto gain = [&](std::string name) { return vector(std::move(name), hidden, Initial::kOne); };
+  const std::string model = "model.";
+
+  std::vector<GptUnit> units;
+  units.push_back(
+      {"embedding", {cut_by_rows(matrix(model + "embed_tokens.weight", shape.vocabulary, hidden))}});
+  for (std::size_t layer = 0; layer < shape.layers; ++layer) {
+    const std::string l = model + "layers." + std::to_string(layer) + ".";
+    units.push_back({"layers." + std::to_string(layer),
+                     {gain(l + "input_layernorm.weight"),
+                      cut_by_rows(matrix(l + "self_attn.q_proj.weight", hidden, hidden)),
+                      cut_by_rows(matrix(l + "self_attn.k_proj.weight", shape.kv_columns(), hidden)),
+                      cut_by_rows(matrix(l + "self_attn.v_proj.weight", shape.kv_columns(), hidden)),
+                      cut_by_columns(matrix(l + "self_attn.o_proj.weight", hidden, hidden, residual)),
+                      gain(l + "post_attention_layernorm.weight"),
+                      cut_by_rows(matrix(l + "mlp.gate_proj.weight", inner, hidden)),
+                      cut_by_rows(matrix(l + "mlp.up_proj.weight", inner, hidden)),
+                      cut_by_columns(matrix(l + "mlp.down_proj.weight", hidden, inner, residual))}});
+  }
+  GptUnit last{.name = "final", .parameters = {gain(model + "norm.weight")}, .uses_tokens = shape.tied_head};
+  if (!shape.tied_head)
+    last.parameters.push_back(cut_by_rows(matrix("lm_head.weight", shape.vocabulary, hidden)));
+  units.push_back(std::move(last));
+  return units;
 }
 
 }  // namespace
+
+std::size_t GptShape::inner_count() const {
+  if (inner != 0) return inner;
+  return is_llama() ? round_up(ceil_div(8 * hidden, std::size_t{3}), 32) : 4 * hidden;
+}
+
+bool is_token_embedding(const std::string& parameter) {
+  return parameter == "wte.weight" || parameter == "model.embed_tokens.weight";
+}
+
+const char* model_name(ModelKind kind) {
+  return kind == ModelKind::kLlama ? "llama" : "gpt2";
+}
 
 std::size_t GptParameter::count() const {
   std::size_t count = 1;
@@ -60,7 +128,8 @@ std::size_t GptParameter::count() const {
 
 std::vector<GptUnit> describe_units(const GptShape& shape) {
   check(shape);
-  const std::size_t hidden = shape.hidden;
+  if (shape.is_llama()) return describe_llama(shape);
+  const std::size_t hidden = shape.hidden, inner = shape.inner_count();
   // The projections that add to the residual stream: 2 per layer add up to the same variance at every depth.
   const double residual = kDeviation / std::sqrt(2.0 * static_cast<double>(shape.layers));
 
@@ -78,9 +147,9 @@ std::vector<GptUnit> describe_units(const GptShape& shape) {
           cut_by_rows(matrix(h + "attn.c_proj.weight", hidden, hidden, residual)),
           vector(h + "attn.c_proj.bias", hidden, Initial::kZero),
           vector(h + "ln_2.weight", hidden, Initial::kOne), vector(h + "ln_2.bias", hidden, Initial::kZero),
-          cut_by_columns(matrix(h + "mlp.c_fc.weight", hidden, 4 * hidden)),
-          cut_by_columns(vector(h + "mlp.c_fc.bias", 4 * hidden, Initial::kZero)),
-          cut_by_rows(matrix(h + "mlp.c_proj.weight", 4 * hidden, hidden, residual)),
+          cut_by_columns(matrix(h + "mlp.c_fc.weight", hidden, inner)),
+          cut_by_columns(vector(h + "mlp.c_fc.bias", inner, Initial::kZero)),
+          cut_by_rows(matrix(h + "mlp.c_proj.weight", inner, hidden, residual)),
           vector(h + "mlp.c_proj.bias", hidden, Initial::kZero)}});
   }
   units.push_back({.name = "final",
@@ -112,13 +181,14 @@ void check_stages(const GptShape& shape, std::size_t stages) {
 std::vector<GptUnit> stage_of(const std::vector<GptUnit>& units, const PipelineStage& stage) {
   if (stage.count == 1) return units;
   GptUnit embedding = units.front();
-  GptUnit tokens{
-      .name = "tokens", .parameters = {embedding.parameters[embedding::kTokens]}, .is_computed = false};
-  embedding.parameters.erase(embedding.parameters.begin() + embedding::kTokens);
-  embedding.uses_tokens = true;
-
   std::vector<GptUnit> mine;
-  if (stage.is_first() || stage.is_last()) mine.push_back(std::move(tokens));
+  if (units.back().uses_tokens) {
+    GptUnit tokens{
+        .name = "tokens", .parameters = {embedding.parameters[embedding::kTokens]}, .is_computed = false};
+    embedding.parameters.erase(embedding.parameters.begin() + embedding::kTokens);
+    embedding.uses_tokens = true;
+    if (stage.is_first() || stage.is_last()) mine.push_back(std::move(tokens));
+  }
   if (stage.is_first()) mine.push_back(std::move(embedding));
   const LayerRange layers = layers_of({.layers = units.size() - 2}, stage);
   for (std::size_t layer = layers.begin; layer < layers.end; ++layer) mine.push_back(units[1 + layer]);
@@ -127,10 +197,14 @@ std::vector<GptUnit> stage_of(const std::vector<GptUnit>& units, const PipelineS
 }
 
 void check_part(const GptShape& shape, const TensorPart& part) {
-  if (shape.heads % part.size == 0) return;
-  throw Error(StatusCode::kInvalidArgument, "--tensor-parallel " + std::to_string(part.size) +
-                                                " does not divide --heads " + std::to_string(shape.heads) +
-                                                "; use a divisor of it");
+  const auto check_heads = [&](const char* option, std::size_t heads) {
+    if (heads % part.size == 0) return;
+    throw Error(StatusCode::kInvalidArgument, "--tensor-parallel " + std::to_string(part.size) +
+                                                  " does not divide " + option + " " + std::to_string(heads) +
+                                                  "; use a divisor of it");
+  };
+  check_heads("--heads", shape.heads);
+  check_heads("--kv-heads", shape.kv_head_count());
 }
 
 std::vector<GptUnit> part_of(const std::vector<GptUnit>& units, const TensorPart& part) {

@@ -15,6 +15,10 @@ namespace forebay::gpt {
 
 inline constexpr std::size_t kVocabulary = 256;  // The default: tokens are bytes.
 
+// The blocks of GPT-2 or those of Llama: RMSNorm, rotary position embedding, SwiGLU, keys and values that
+// several heads share, no biases, and a head of its own.
+enum class ModelKind : std::uint8_t { kGpt2, kLlama };
+
 struct GptShape {
   std::size_t layers = 4;
   std::size_t hidden = 128;
@@ -22,23 +26,37 @@ struct GptShape {
   std::size_t sequence = 64;  // Tokens of one sample.
   std::size_t vocabulary = kVocabulary;
   std::size_t positions = 0;  // Rows of wpe.weight, of which the first `sequence` are used; 0: as many.
+  std::size_t inner = 0;  // Columns of the MLP; 0: 4 * hidden, or 8 / 3 of it in multiples of 32 for Llama.
 
+  ModelKind kind = ModelKind::kGpt2;
+  // Llama's only.
+  std::size_t kv_heads = 0;    // Heads of keys and values, a divisor of `heads`; 0: as many.
+  double rope_theta = 10000;   // The base of the rotary embedding's frequencies.
+  double norm_epsilon = 1e-5;  // RMSNorm's; that of LayerNorm is 1e-5.
+  bool tied_head = false;      // The head is the token embedding, as always in GPT-2.
+
+  bool is_llama() const { return kind == ModelKind::kLlama; }
   std::size_t position_count() const { return positions == 0 ? sequence : positions; }
+  std::size_t inner_count() const;
+  std::size_t kv_head_count() const { return kv_heads == 0 ? heads : kv_heads; }
+  // Columns of all keys, and of all values.
+  std::size_t kv_columns() const { return hidden / heads * kv_head_count(); }
+  bool has_tied_head() const { return !is_llama() || tied_head; }
 };
 
 enum class Initial : std::uint8_t { kNormal, kZero, kOne };
 
 // The two parameter groups: with and without weight decay.
 inline constexpr int kDecayedGroup = 0;    // Matrices and embeddings.
-inline constexpr int kUndecayedGroup = 1;  // Biases and LayerNorm gains.
+inline constexpr int kUndecayedGroup = 1;  // Biases and gains of norms.
 
 // How tensor-parallel ranks share a parameter: each has all of it, some of its rows (the first extent) or
 // some of its columns (the last). If the ranks do not divide them, the last parts are padded with zeros.
 enum class Cut : std::uint8_t { kWhole, kRows, kColumns };
 
 struct GptParameter {
-  std::string name;                // The name in Hugging Face's GPT-2.
-  std::vector<std::size_t> shape;  // Matrices are [in, out].
+  std::string name;                // The name in Hugging Face's GPT-2 or Llama.
+  std::vector<std::size_t> shape;  // Matrices are [in, out] in GPT-2, [out, in] in Llama.
   int group = kDecayedGroup;
   Initial initial = Initial::kNormal;
   double deviation = 0;  // For kNormal.
@@ -58,16 +76,19 @@ struct TensorPart {
 struct GptUnit {
   std::string name;
   std::vector<GptParameter> parameters;
-  bool uses_tokens = false;  // It also uses wte.weight, which an earlier unit owns.
+  bool uses_tokens = false;  // It also uses the token embedding, which an earlier unit owns.
   bool is_computed = true;   // False: it only holds parameters for other units.
 };
 
-// Units in the order of the forward pass: "embedding", one per block, "final". The head of "final" is the
-// tied wte.weight; lists of final's parameters have it at the end. Errors: throws Error(kInvalidArgument)
+// Units in the order of the forward pass: "embedding", one per block, "final". Lists of final's parameters
+// have the head at the end, also where it is the tied token embedding. Errors: throws Error(kInvalidArgument)
 // naming the wrong option.
 std::vector<GptUnit> describe_units(const GptShape& shape);
 
 std::size_t parameter_count(const GptShape& shape);
+
+bool is_token_embedding(const std::string& parameter);
+const char* model_name(ModelKind kind);  // "gpt2" or "llama".
 
 // --- pipeline stages ---
 
@@ -92,13 +113,13 @@ struct LayerRange {
 LayerRange layers_of(const GptShape& shape, const PipelineStage& stage);
 // Errors: throws Error(kInvalidArgument) when there are more stages than blocks.
 void check_stages(const GptShape& shape, std::size_t stages);
-// The stage's units, from describe_units(). The first and the last of several stages share wte.weight: there
-// it is a unit of its own, "tokens", before all others.
+// The stage's units, from describe_units(). The first and the last of several stages share a tied token
+// embedding: there it is a unit of its own, "tokens", before all others.
 std::vector<GptUnit> stage_of(const std::vector<GptUnit>& units, const PipelineStage& stage);
 
 // --- a rank's part of the model ---
 
-// Errors: throws Error(kInvalidArgument) when the ranks do not divide the heads.
+// Errors: throws Error(kInvalidArgument) when the ranks do not divide the heads, or those of keys.
 void check_part(const GptShape& shape, const TensorPart& part);
 // The shapes of this rank's part; undivided parameters are unchanged.
 std::vector<GptUnit> part_of(const std::vector<GptUnit>& units, const TensorPart& part);
@@ -135,6 +156,13 @@ enum : int {
 }
 namespace final_unit {
 enum : int { kNormGain, kNormBias, kTokens, kCount };
+}
+// The same for Llama, without biases.
+namespace llama_block {
+enum : int { kNorm1Gain, kQuery, kKey, kValue, kAttention, kNorm2Gain, kGate, kUp, kDown, kCount };
+}
+namespace llama_final_unit {
+enum : int { kNormGain, kHead, kCount };
 }
 
 }  // namespace forebay::gpt

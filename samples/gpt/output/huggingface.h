@@ -1,4 +1,4 @@
-// The model as Hugging Face's transformers describes it: config.json, and its names of tensors.
+// A GPT-2 or Llama as Hugging Face's transformers describes it: config.json, and its names of tensors.
 #pragma once
 
 #include <string>

@@ -33,8 +33,9 @@ std::string tiers_text(std::uint64_t device_bytes, std::uint64_t host_bytes, std
 
 std::string model_text(const RankModel& model) {
   const GptShape& shape = model.options.model;
-  return format_count(shape.layers, "layer") + ", " + std::to_string(shape.hidden) + " columns, " +
-         format_count(shape.heads, "head") + ", " + std::to_string(shape.sequence) + " positions";
+  return (shape.is_llama() ? "Llama, " : "") + format_count(shape.layers, "layer") + ", " +
+         std::to_string(shape.hidden) + " columns, " + format_count(shape.heads, "head") + ", " +
+         std::to_string(shape.sequence) + " positions";
 }
 
 std::string data_text(const RankModel& model) {

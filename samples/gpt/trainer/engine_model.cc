@@ -27,7 +27,7 @@ EngineModel::EngineModel(Engine& engine, const std::vector<GptUnit>& units, Comp
                                /*replicated=*/parameter.cut == Cut::kWhole);
       engine.declare_shape(added, std::vector<std::uint64_t>(parameter.shape.begin(), parameter.shape.end()));
       if (parameter.split) engine.declare_split(added, *parameter.split);
-      if (parameter.name == "wte.weight") tokens = added;
+      if (is_token_embedding(parameter.name)) tokens = added;
     }
     if (!unit.is_computed) {
       tokens_ = id;

@@ -35,11 +35,13 @@ constexpr double kSingleMax = 3e38;                         // A larger value wo
 constexpr double kEpsilonMin = 1e-30;  // and a smaller epsilon zero, by which it divides.
 
 // The options that config.json of a model gives.
-constexpr const char* kModelSizes[] = {"--layers", "--hidden", "--heads", "--vocabulary"};
+constexpr const char* kModelSizes[] = {"--model",    "--layers", "--hidden",     "--heads",
+                                       "--kv-heads", "--inner",  "--rope-theta", "--vocabulary"};
 
 // The options that become other values once all is parsed.
 struct Words {
   ShardingArguments<CLI::App> sharding;
+  std::string model = "gpt2";
   std::string device = "host";
   std::string recompute = "none";
   std::string activations = "keep";
@@ -111,12 +113,24 @@ class Section {
   const char* heading_;
 };
 
-void add_model_options(CLI::App& app, TrainerOptions& o) {
+void add_model_options(CLI::App& app, TrainerOptions& o, Words& words) {
   Section model(app, "Model");
+  model.word(
+      "--model", words.model, "gpt2|llama",
+      "Kind of the blocks: gpt2; llama, with RMSNorm, rotary position embeddings, SwiGLU, no biases, and "
+      "a head of its own",
+      "gpt2");
   model.number("--layers", o.model.layers, 1, kSizeMax, "Transformer blocks");
   model.number("--hidden", o.model.hidden, 1, kSizeMax,
                "Columns of the residual stream, a multiple of --heads");
   model.number("--heads", o.model.heads, 1, kSizeMax, "Attention heads");
+  model.number(
+      "--kv-heads", o.model.kv_heads, 0, kSizeMax,
+      "Heads of keys and values, with --model llama a divisor of --heads that share them; 0: as many");
+  model.number("--inner", o.model.inner, 0, kSizeMax,
+               "Columns of the MLP; 0: 4 times --hidden, with --model llama 8 / 3 of it in multiples of 32");
+  model.real("--rope-theta", o.model.rope_theta, "X", 1, kSingleMax,
+             "Base of the frequencies of rotary position embeddings, with --model llama");
   model.number("--sequence", o.model.sequence, 1, kSizeMax, "Tokens per sample");
   model.number("--vocabulary", o.model.vocabulary, 1, kVocabularyMax,
                "Tokens that the model knows. A token of a text file is a byte; --data may have others");
@@ -292,6 +306,7 @@ void apply(Words& words, TrainerOptions& o) {
   if (o.fast_order) words.sharding.skip("order");
   throw_if_error(words.sharding.read(o));
   o.device = device_of(words.device);
+  if (words.model == model_name(ModelKind::kLlama)) o.model.kind = ModelKind::kLlama;
   for (const Schedule one : {Schedule::kConstant, Schedule::kCosine, Schedule::kLinear, Schedule::kWsd}) {
     if (words.schedule == schedule_name(one)) o.schedule = one;
   }
@@ -332,10 +347,12 @@ void check_sizes(const TrainerOptions& o) {
   const double layers = static_cast<double>(o.model.layers);
   const double hidden = static_cast<double>(o.model.hidden);
   const double rows = static_cast<double>(o.batch) * static_cast<double>(o.model.sequence);
-  const double columns = 16 * hidden + static_cast<double>(o.model.heads);
-  if (layers * (rows * columns + 12 * hidden * hidden) * 16 > kBytesMax) {
+  const double inner = static_cast<double>(o.model.inner);
+  const double columns = 16 * hidden + 3 * inner + static_cast<double>(o.model.heads);
+  if (layers * (rows * columns + (12 * hidden + 3 * inner) * hidden) * 16 > kBytesMax) {
     refuse(
-        "--layers, --hidden, --sequence and --batch ask for more than 2^56 bytes together; lower one of "
+        "--layers, --hidden, --inner, --sequence and --batch ask for more than 2^56 bytes together; lower "
+        "one of "
         "them");
   }
 }
@@ -370,7 +387,9 @@ std::string hexadecimal(std::string_view bytes) {
 // Checks all that needs no other ranks and no files.
 void check_options(const TrainerOptions& o) {
   check_sizes(o);
-  static_cast<void>(describe_units(o.model));  // Checks that heads divide hidden.
+  static_cast<void>(describe_units(o.model));  // Checks the sizes.
+  if (!o.model.is_llama() && o.model.rope_theta != GptShape().rope_theta)
+    refuse("--rope-theta is for rotary position embeddings, which GPT-2 lacks; add --model llama");
   check_sharding(o);
   check_part(o.model, {.size = static_cast<std::size_t>(o.tensor_parallel)});
   check_stages(o.model, static_cast<std::size_t>(o.pipeline_parallel));
@@ -455,10 +474,10 @@ void check_options(const TrainerOptions& o) {
 ParsedCommand parse_command(const std::vector<std::string>& arguments) {
   TrainerOptions options;
   Words words;
-  CLI::App app("Train a GPT-2 style model on bytes of text under ZeRO stages 0 to 3", kProgram);
+  CLI::App app("Train a model like GPT-2 or Llama on text under ZeRO stages 0 to 3", kProgram);
   app.set_version_flag("--version", std::string(kProgram) + " " + version(), "Print the version");
   app.footer(std::string("Sizes: ") + kBytesSyntax + ".");
-  add_model_options(app, options);
+  add_model_options(app, options, words);
   add_training_options(app, options, words);
   add_rank_options(app, options, words);
   add_sharding_options(app, options, words);
@@ -597,6 +616,14 @@ std::vector<std::pair<std::string, std::string>> training_of(const TrainerOption
       {"matmul", o.matmul},
       {"initial", given(o.initial_file)}};
   if (o.model.vocabulary != kVocabulary) all.emplace_back("vocabulary", std::to_string(o.model.vocabulary));
+  if (o.model.inner != 0) all.emplace_back("inner", std::to_string(o.model.inner));
+  if (o.model.is_llama()) {
+    all.emplace_back("model", model_name(o.model.kind));
+    all.emplace_back("kv-heads", std::to_string(o.model.kv_head_count()));
+    all.emplace_back("rope-theta", exact(o.model.rope_theta));
+    all.emplace_back("norm-epsilon", exact(o.model.norm_epsilon));
+    all.emplace_back("tied-head", o.model.tied_head ? "yes" : "no");
+  }
   if (o.optimizer != Optimizer::kAdamW) all.emplace_back("optimizer", option_text(o, "optimizer"));
   if (o.moments != MomentFormat::kFloat32) all.emplace_back("moments", option_text(o, "moments"));
   if (!o.master_weights) all.emplace_back("master-weights", option_text(o, "master-weights"));

@@ -121,6 +121,30 @@ class Cases {
     add("forebay_gpt_gelu_backward", "", 3, {input(values(count)), values(count)}, [=](const Pointers& p) {
       return GeluBackward{p.at(0), p.at(1), count};
     });
+    add("forebay_gpt_swiglu", "", 3, {input(values(count)), input(values(count)), values(count)},
+        [=](const Pointers& p) {
+          return SwiGlu{p.at(0), p.at(1), p.at(2), count};
+        });
+    add("forebay_gpt_swiglu_backward", "", 3,
+        {input(values(count)), input(values(count)), values(count), values(count)}, [=](const Pointers& p) {
+          return SwiGluBackward{p.at(0), p.at(1), p.at(2), p.at(3), p.at(2), count};
+        });
+    for (const float direction : {1.0f, -1.0f}) {
+      Rotate rotate{.values = nullptr,
+                    .count = 34 * 3 * 5,
+                    .sequence = 17,
+                    .heads = 3,
+                    .columns = 10,
+                    .direction = direction,
+                    .frequencies = {}};
+      for (std::size_t i = 0; i < 5; ++i) rotate.frequencies[i] = 1.0f / static_cast<float>(1 + 7 * i * i);
+      add("forebay_gpt_rotate", direction > 0 ? "" : "back", 3, {values(34 * 3 * 10)},
+          [=](const Pointers& p) {
+            Rotate one = rotate;
+            one.values = p.at(0);
+            return one;
+          });
+    }
   }
 
   void embeddings() {
@@ -180,6 +204,18 @@ class Cases {
             [=](const Pointers& p) {
               return NormBackward{{p.at(0), p.at(1), p.at(2), rows, hidden}, p.at(3), p.at(4), p.at(5)};
             });
+        add("forebay_gpt_norm_forward", shape + ", no mean", 2,
+            {input(values(rows * hidden)), values(rows), input(values(hidden)), values(rows * hidden)},
+            [=](const Pointers& p) {
+              return NormForward{{p.at(0), nullptr, p.at(1), rows, hidden, 1e-6f}, p.at(2), nullptr, p.at(3)};
+            });
+        add("forebay_gpt_norm_backward", shape + ", no mean", 2,
+            {input(values(rows * hidden)), input(values(rows)), input(values(hidden)),
+             input(values(rows * hidden)), values(rows * hidden)},
+            [=](const Pointers& p) {
+              return NormBackward{
+                  {p.at(0), nullptr, p.at(1), rows, hidden, 1e-6f}, p.at(2), p.at(3), p.at(4)};
+            });
       }
     }
   }
@@ -212,16 +248,22 @@ class Cases {
 
   void attention() {
     for (const bool drops : {false, true}) {
-      for (const auto& [sequence, heads, head_columns] :
-           {std::tuple<std::size_t, std::size_t, std::size_t>{24, 3, 16}, {7, 2, 5}, {300, 1, 8}}) {
+      // The last has a key and a value for two heads each.
+      for (const auto& [sequence, heads, head_columns, kv_heads] :
+           {std::tuple<std::size_t, std::size_t, std::size_t, std::size_t>{24, 3, 16, 0},
+            {7, 2, 5, 0},
+            {300, 1, 8, 0},
+            {20, 4, 6, 2}}) {
         if (sequence == 300 && drops) continue;
         Attention shape{sequence == 300 ? 1u : 2u, sequence, heads * head_columns, heads};
         shape.all_heads = heads + 1;
         shape.first_head = 1;
+        shape.kv_heads = kv_heads;
         if (drops) shape.dropout = {0xFEDCBA9876543210, 0x20000000, 1.125f};
         const std::size_t tokens = shape.batch * sequence, hidden = shape.hidden, all = shape.softmax_rows();
         const unsigned grid = 3;
-        const std::string text = std::to_string(sequence) + " positions" + (drops ? ", dropout" : "");
+        const std::string text = std::to_string(sequence) + " positions" + (drops ? ", dropout" : "") +
+                                 (kv_heads > 0 ? ", shared keys" : "");
         const Array qkv = input(values(tokens * 3 * hidden));
         const std::size_t workspace = scores_bytes(shape) / sizeof(float) + all;
         add("forebay_gpt_attention", text, grid,
