@@ -1,4 +1,5 @@
-"""forebay-gpt with models of transformers: the same logits, and every tensor back bit for bit.
+"""forebay-gpt with models of transformers: the same logits, and every tensor back bit for bit. And its tokenizer
+beside that of tokenizers: the same tokens.
 
 Small models with random weights, which the test writes; nothing is fetched.
 """
@@ -8,12 +9,13 @@ import os
 import pathlib
 import subprocess
 import tempfile
+import unicodedata
 import unittest
 import warnings
 
 import support
 
-support.need("torch", "transformers", "safetensors")
+support.need("torch", "transformers", "safetensors", "tokenizers")
 PROGRAM = os.environ.get("FOREBAY_GPT")
 if not PROGRAM:
     support.skip("FOREBAY_GPT does not name the program")
@@ -21,6 +23,7 @@ if not PROGRAM:
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import numpy
+import tokenizers
 import torch
 import transformers
 from safetensors.torch import load_file
@@ -66,7 +69,7 @@ class Models(unittest.TestCase):
 
     def run_program(self, *words, steps=0):
         done = subprocess.run([PROGRAM, "--quiet", "--steps", str(steps), "--sequence", str(SEQUENCE), "--batch", "2",
-                               *words],
+                               "--threads", "1", *words],
                               capture_output=True, text=True, timeout=300, check=False)
         self.assertEqual(done.returncode, 0, done.stderr)
 
@@ -173,6 +176,89 @@ class Models(unittest.TestCase):
                 file.write_text(json.dumps(config))
                 done = subprocess.run([PROGRAM, "--initial", str(self.place / "in"), "--steps", "0"],
                                       capture_output=True, text=True, check=False)
+                self.assertEqual(done.returncode, 2)
+                self.assertIn(key, done.stderr)
+
+
+def kinds_of_text():
+    """Text in which every rule of the pattern has its turn, by a fixed seed."""
+    generator = numpy.random.default_rng(3)
+    words = ["the", "basin", "I'll", "we've", "it's", "don't", "DON'T", "x1y2", "3.14", "naïve", "Straße", "日本語", "αβγ",
+             "½", "٣٤", "१२", "Ⅷ", "²", "🙂", "👩\u200d👩", "e\u0301", "'", "''s", "--", "...", "_", "a_b", "#include", "<|x|>"]
+    spaces = [" ", "  ", "   ", "\n", "\n\n", "\t", " \n ", "\r\n", "\u00a0", "\u3000", "\u2003 ", "\x0b", "\x85", "\x1c", ""]
+    mixed = "".join(words[generator.integers(len(words))] + spaces[generator.integers(len(spaces))] for _ in range(4000))
+    # Characters of an old Unicode, on which newer ones agree.
+    category = unicodedata.ucd_3_2_0.category
+    codes = [code for code in range(1, 0x30000) if category(chr(code)) not in ("Cs", "Cn", "Co")]
+    drawn = "".join(chr(codes[i]) for i in generator.integers(0, len(codes), 6000))
+    ends = ["", "a", " ", "  ", "a ", "a  ", " a", "'", "'s", " 's", "\n", "a\n"]
+    return {"mixed": mixed, "drawn": drawn, **{f"end {i}": "x" + end for i, end in enumerate(ends)}}
+
+
+class Tokens(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        place = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(place.cleanup)
+        cls.place = pathlib.Path(place.name)
+        cls.tokenizer = tokenizers.ByteLevelBPETokenizer()
+        cls.tokenizer.train_from_iterator([kinds_of_text()["mixed"]], vocab_size=600, min_frequency=2,
+                                          show_progress=False)
+        (cls.place / "pair").mkdir()
+        cls.tokenizer.save_model(str(cls.place / "pair"))
+        cls.tokenizer.save(str(cls.place / "tokenizer.json"))
+
+    def tokens(self, file, text):
+        (self.place / "text").write_bytes(text.encode())
+        done = subprocess.run([PROGRAM, "--quiet", "--steps", "0", "--sequence", "1", "--threads", "1", "--layers", "1",
+                               "--hidden", "8", "--heads", "1", "--text", str(self.place / "text"), "--tokenizer", "bpe", str(file),
+                               "--write-tokens", str(self.place / "tokens")],
+                              capture_output=True, text=True, timeout=300, check=False)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        return numpy.fromfile(self.place / "tokens", numpy.uint16).tolist()
+
+    def test_they_are_those_of_tokenizers(self):
+        for file in ("tokenizer.json", "pair", "pair/vocab.json"):
+            for name, text in kinds_of_text().items():
+                if file != "tokenizer.json" and name != "mixed":
+                    continue
+                text += " and more"  # A sample needs two tokens.
+                with self.subTest(file=file, text=name):
+                    expected = self.tokenizer.encode(text)
+                    found = self.tokens(self.place / file, text)
+                    for i, (one, other) in enumerate(zip(found, expected.ids)):
+                        self.assertEqual(one, other, f"token {i}, after {expected.tokens[max(0, i - 5):i]}")
+                    self.assertEqual(len(found), len(expected.ids))
+
+    def test_added_tokens_are_found_in_the_text(self):
+        tokenizer = tokenizers.Tokenizer.from_file(str(self.place / "tokenizer.json"))
+        tokenizer.add_special_tokens(["<|endoftext|>", "<|end|>"])
+        tokenizer.save(str(self.place / "added.json"))
+        text = "the basin<|endoftext|>the<|end|><|end|> basin <|endof"
+        self.assertEqual(self.tokens(self.place / "added.json", text), tokenizer.encode(text).ids)
+
+    def test_generated_text_is_made_of_tokens(self):
+        out = self.place / "report"
+        (self.place / "text").write_text("the basin of the basin " * 50)
+        done = subprocess.run([PROGRAM, "--quiet", "--steps", "2", "--threads", "1", "--text", str(self.place / "text"),
+                               "--tokenizer", "bpe", str(self.place / "pair"), "--generate", "5", "--temperature", "0",
+                               "--prompt", "the basin", "--report", str(out), "--ranks", "2", "--stage", "3"],
+                              capture_output=True, timeout=300, check=False)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertTrue(done.stdout.startswith(b"the basin"))
+
+    def test_other_tokenizers_are_refused(self):
+        known = json.loads((self.place / "tokenizer.json").read_text())
+        for key, change in (("pre_tokenizer", {"pre_tokenizer": {"type": "Whitespace"}}),
+                            ("add_prefix_space", {"pre_tokenizer": known["pre_tokenizer"] | {"add_prefix_space": True}}),
+                            ("type", {"model": known["model"] | {"type": "Unigram"}}),
+                            ("ignore_merges", {"model": known["model"] | {"ignore_merges": True}}),
+                            ("normalizer", {"normalizer": {"type": "NFC"}})):
+            with self.subTest(key=key):
+                file = self.place / "other.json"
+                file.write_text(json.dumps(known | change))
+                done = subprocess.run([PROGRAM, "--steps", "0", "--tokenizer", "bpe", str(file)], capture_output=True,
+                                      text=True, check=False)
                 self.assertEqual(done.returncode, 2)
                 self.assertIn(key, done.stderr)
 

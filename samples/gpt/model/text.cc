@@ -61,11 +61,19 @@ Text Text::map(const std::string& file, std::size_t vocabulary) {
   return text;
 }
 
+Text Text::encoded(const BytePairs& tokenizer) const {
+  Text text({}, vocabulary_);
+  text.is_encoded_ = true;
+  text.tokens_ = tokenizer.encode({reinterpret_cast<const char*>(bytes_.data()), bytes_.size()});
+  for (const Token token : text.tokens_) text.hash_ = mixed(text.hash_, token);
+  return text;
+}
+
 void Text::copy(std::uint64_t first, std::span<Token> target) const {
-  if (file_ == nullptr) {
+  if (is_bytes()) {
     std::copy_n(bytes_.begin() + static_cast<std::ptrdiff_t>(first), target.size(), target.begin());
   } else {
-    std::copy_n(file_->tokens().begin() + static_cast<std::ptrdiff_t>(first), target.size(), target.begin());
+    std::copy_n(tokens().begin() + static_cast<std::ptrdiff_t>(first), target.size(), target.begin());
   }
   const auto other =
       std::find_if(target.begin(), target.end(), [&](Token token) { return token >= vocabulary_; });
@@ -73,9 +81,8 @@ void Text::copy(std::uint64_t first, std::span<Token> target) const {
 }
 
 void Text::refuse(std::uint64_t place, Token token) const {
-  const std::string name = file_ == nullptr
-                               ? "byte " + std::to_string(place) + " of the text"
-                               : "token " + std::to_string(place) + " of " + shown_path(file_->path());
+  const std::string name = (is_bytes() ? "byte " : "token ") + std::to_string(place) + " of " +
+                           (is_mapped() ? shown_path(file_->path()) : "the text");
   throw Error(StatusCode::kInvalidArgument,
               name + " is " + std::to_string(token) + ", and this model has a vocabulary of " +
                   std::to_string(vocabulary_) + "; give a text of its tokens, or a larger --vocabulary");

@@ -1,4 +1,4 @@
-// The training text, as bytes or as a file of tokens, and the samples that a step reads from it.
+// The training text, as bytes, as tokens or as a file of tokens, and the samples that a step reads from it.
 #pragma once
 
 #include <cstddef>
@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "model/byte_pairs.h"
 #include "model/shape.h"
 #include "model/token_file.h"
 #include "model/tokens.h"
@@ -22,14 +23,17 @@ class Text {
   explicit Text(std::vector<std::uint8_t> bytes, std::size_t vocabulary = kVocabulary);
   // Errors: those of TokenFile.
   static Text map(const std::string& file, std::size_t vocabulary = kVocabulary);
+  // This text of bytes as tokens of `tokenizer`.
+  Text encoded(const BytePairs& tokenizer) const;
 
-  // Tokens; a token of a text file is a byte.
-  std::uint64_t size() const { return file_ != nullptr ? file_->tokens().size() : bytes_.size(); }
+  // Tokens; without a tokenizer a token of a text file is a byte.
+  std::uint64_t size() const { return is_bytes() ? bytes_.size() : tokens().size(); }
   // Copies the tokens from `first` on. Requires: there are as many. Errors: throws Error(kInvalidArgument)
   // naming a token that is not in the vocabulary.
   void copy(std::uint64_t first, std::span<Token> target) const;
-  // Empty for a file of tokens.
+  // Empty unless is_bytes().
   std::span<const std::uint8_t> bytes() const { return bytes_; }
+  bool is_bytes() const { return file_ == nullptr && !is_encoded_; }
   bool is_mapped() const { return file_ != nullptr; }
   // FNV-1a over the bytes, by which ranks notice that their files differ. A file of tokens is hashed over its
   // length and kHashedTokens of them, which lie evenly in it.
@@ -37,11 +41,14 @@ class Text {
   std::uint64_t hash() const { return hash_; }
 
  private:
+  std::span<const Token> tokens() const { return file_ != nullptr ? file_->tokens() : tokens_; }
   [[noreturn]] void refuse(std::uint64_t place, Token token) const;
 
   std::size_t vocabulary_ = kVocabulary;
   std::vector<std::uint8_t> bytes_;
-  std::shared_ptr<const TokenFile> file_;  // Shared by copies. Null: bytes_ has the text.
+  bool is_encoded_ = false;  // tokens_ has the text.
+  std::vector<Token> tokens_;
+  std::shared_ptr<const TokenFile> file_;  // Shared by copies. Null: the text is in memory.
   std::uint64_t hash_ = 0;
 };
 

@@ -109,6 +109,7 @@ void check_files(const TrainerOptions& options) {
   check_output("--export", options.export_file,
                exports_model ? &prepare_model_directory : &OutputFile::check_regular);
   check_output("--logits", options.logits_file);
+  check_output("--write-tokens", options.tokens_file);
   if (!options.flight_recorder.empty()) check_output("--flight-recorder", flight_file(options, 0));
   check_state(options);
   check_drives("--offload-tier", options.offload_directories);

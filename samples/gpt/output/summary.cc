@@ -41,7 +41,10 @@ std::string model_text(const RankModel& model) {
 std::string data_text(const RankModel& model) {
   const std::uint64_t tokens = model.options.batch * model.options.model.sequence;
   // No row has the word "step" before a space: scripts wait for "step " to know that steps have begun.
-  return grouped(model.text.size()) + (model.text.is_mapped() ? " tokens of a file; " : " bytes of text; ") +
+  return grouped(model.text.size()) +
+         (model.text.is_mapped()  ? " tokens of a file; "
+          : model.text.is_bytes() ? " bytes of text; "
+                                  : " tokens of text; ") +
          grouped(tokens) + " tokens per rank and micro-step, " +
          grouped(static_cast<std::uint64_t>(model.tokens_per_step())) + " in each step";
 }
@@ -210,8 +213,9 @@ void show_opening(RankModel& model, const Evaluation& evaluation) {
   }
   if (model.options.evaluates()) show_row("evaluation", evaluation_text(model, evaluation));
   if (model.options.generate > 0) {
-    show_row("text", format_count(model.options.generate, "byte") + " to generate, with a pass for each" +
-                         pass_text(model));
+    show_row("text",
+             format_count(model.options.generate, model.options.tokenizer != nullptr ? "token" : "byte") +
+                 " to generate, with a pass for each" + pass_text(model));
   }
   show_row("memory", memory_text(model));
 }

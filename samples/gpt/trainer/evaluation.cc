@@ -167,13 +167,21 @@ void Evaluation::append_losses(std::vector<double>& losses) {
 std::string Evaluation::generate(const std::function<void(std::string_view)>& show) {
   const OutsideOfSteps outside(*this);
   std::string text = model_.options.prompt;
+  const BytePairs* const tokenizer = model_.options.tokenizer.get();
   std::vector<Token> tokens;
-  for (const char byte : text) tokens.push_back(static_cast<std::uint8_t>(byte));
+  if (tokenizer != nullptr) {
+    tokens = tokenizer->encode(text);
+  } else {
+    for (const char byte : text) tokens.push_back(static_cast<std::uint8_t>(byte));
+  }
   show(text);
   for (std::uint64_t i = 0; i < model_.options.generate; ++i) {
     tokens.push_back(next_token(tokens));
-    text += static_cast<char>(tokens.back());
-    show(std::string_view(text).substr(text.size() - 1));
+    const char byte = static_cast<char>(tokens.back());
+    const std::string_view part =
+        tokenizer != nullptr ? tokenizer->bytes_of(tokens.back()) : std::string_view(&byte, 1);
+    text += part;
+    show(part);
   }
   check_same_on_all_ranks(text);
   return text;

@@ -21,6 +21,7 @@
 #include "model/text.h"
 #include "model/tokens.h"
 #include "output/huggingface.h"
+#include "trainer/tokenizer_file.h"
 
 namespace forebay::gpt {
 namespace {
@@ -47,6 +48,7 @@ struct Words {
   std::string activations = "keep";
   std::string schedule = "constant";
   std::string export_shard;
+  std::vector<std::string> tokenizer;
 };
 
 // The whole of `text` as a number; none for other text.
@@ -133,7 +135,8 @@ void add_model_options(CLI::App& app, TrainerOptions& o, Words& words) {
              "Base of the frequencies of rotary position embeddings, with --model llama");
   model.number("--sequence", o.model.sequence, 1, kSizeMax, "Tokens per sample");
   model.number("--vocabulary", o.model.vocabulary, 1, kVocabularyMax,
-               "Tokens that the model knows. A token of a text file is a byte; --data may have others");
+               "Tokens that the model knows; with --tokenizer bpe at least those of the tokenizer, otherwise "
+               "the bytes");
 }
 
 void add_rank_options(CLI::App& app, TrainerOptions& o, Words& words) {
@@ -193,6 +196,12 @@ void add_training_options(CLI::App& app, TrainerOptions& o, Words& words) {
   Section training(app, "Training");
   training.text("--text", o.text, "FILE", "Text files, read as bytes",
                 "the licences in /usr/share/common-licenses");
+  training
+      .text("--tokenizer", words.tokenizer, "bytes|bpe FILE",
+            "Tokens of a text: bytes; bpe, GPT-2's byte-level pairs from a tokenizer.json, from a vocab.json "
+            "with its merges.txt, or from a directory that has them",
+            "bytes")
+      ->expected(1, 2);
   training.text(
       "--data", o.data, "FILE",
       "In place of text, a file of tokens as 16-bit numbers, as nanoGPT and llm.c write them. It is "
@@ -232,10 +241,10 @@ void add_use_options(CLI::App& app, TrainerOptions& o) {
   use.number("--evaluation-samples", o.evaluation_samples, 0, UINT64_MAX,
              "Samples to evaluate, from the beginning of the text; 0: all");
   use.number("--generate", o.generate, 0, kSizeMax,
-             "Bytes of text to generate at the end, on stdout; with --steps 0, from loaded weights");
+             "Tokens of text to generate at the end, on stdout; with --steps 0, from loaded weights");
   use.text("--prompt", o.prompt, "TEXT", "The beginning of that text", "a line feed");
   use.real("--temperature", o.temperature, "X", 0, kSingleMax,
-           "Divisor of the logits before a byte is drawn from their softmax; 0: the most likely byte");
+           "Divisor of the logits before a token is drawn from their softmax; 0: the most likely one");
 }
 
 void add_file_options(CLI::App& app, TrainerOptions& o, Words& words) {
@@ -267,6 +276,8 @@ void add_file_options(CLI::App& app, TrainerOptions& o, Words& words) {
   files.text("--logits", o.logits_file, "FILE",
              "Write the logits of the first --sequence tokens of the text to evaluate here at the end "
              "(safetensors, one row for each token)");
+  files.text("--write-tokens", o.tokens_file, "FILE",
+             "Write the tokens of the text to train on here at the end, as --data reads them");
   files.text("--report", o.report_file, "FILE", "Write a report here at the end (JSON)");
   files.text("--timeline", o.timeline_file, "FILE",
              "Write a timeline here at the end, for chrome://tracing or ui.perfetto.dev (JSON); ranks after "
@@ -288,6 +299,23 @@ void take_model_sizes(const CLI::App& app, TrainerOptions& o) {
       refuse(std::string(option) + " is given by config.json in the directory of --initial; leave it out");
   }
   o.model = shape_of_model(o.initial_file, o.model);
+}
+
+// The model has the tokens of the tokenizer, unless it is given its own number.
+void take_tokenizer(const CLI::App& app, const Words& words, TrainerOptions& o) {
+  const std::vector<std::string>& given = words.tokenizer;
+  if (given.empty() || given == std::vector<std::string>{"bytes"}) return;
+  if (given.size() != 2 || given.front() != "bpe") {
+    refuse("--tokenizer is '" + given.front() + (given.size() > 1 ? " " + given.back() : "") +
+           "'; use bytes, or bpe FILE");
+  }
+  o.tokenizer = std::make_shared<const BytePairs>(read_tokenizer(given.back()));
+  const std::size_t tokens = o.tokenizer->vocabulary();
+  if (app.count("--vocabulary") == 0 && !is_model_directory(o.initial_file)) o.model.vocabulary = tokens;
+  if (tokens > o.model.vocabulary) {
+    refuse("--tokenizer has " + std::to_string(tokens) + " tokens, and the model " +
+           std::to_string(o.model.vocabulary) + "; use a larger --vocabulary, or the model's own tokenizer");
+  }
 }
 
 DeviceChoice device_of(const std::string& text) {
@@ -352,8 +380,7 @@ void check_sizes(const TrainerOptions& o) {
   if (layers * (rows * columns + (12 * hidden + 3 * inner) * hidden) * 16 > kBytesMax) {
     refuse(
         "--layers, --hidden, --inner, --sequence and --batch ask for more than 2^56 bytes together; lower "
-        "one of "
-        "them");
+        "one of them");
   }
 }
 
@@ -442,10 +469,12 @@ void check_options(const TrainerOptions& o) {
   if (o.export_shard_bytes > 0 && !o.export_file.ends_with('/') && !is_model_directory(o.export_file))
     refuse("--export-shard is the size of the files in a directory; add --export DIR/");
   if (!o.logits_file.empty() && !o.evaluates()) refuse("--logits needs a text; add --evaluation-text FILE");
-  if (o.generate > 0 && o.model.vocabulary != kVocabulary) {
+  if (o.generate > 0 && o.tokenizer == nullptr && o.model.vocabulary != kVocabulary) {
     refuse("--generate writes text, and the tokens of a --vocabulary of " +
-           std::to_string(o.model.vocabulary) + " are not bytes; leave --generate out");
+           std::to_string(o.model.vocabulary) + " are not bytes; add --tokenizer bpe FILE");
   }
+  if (o.tokenizer != nullptr && !o.data.empty() && o.evaluation_text.empty() && o.generate == 0)
+    refuse("--tokenizer is for text, and --data is a file of tokens; leave one of them out");
   if (o.generate == 0 &&
       (o.prompt != TrainerOptions().prompt || o.temperature != TrainerOptions().temperature))
     refuse("--prompt and --temperature are for generated text; add --generate N");
@@ -499,6 +528,7 @@ ParsedCommand parse_command(const std::vector<std::string>& arguments) {
     app.parse(std::vector<std::string>(arguments.rbegin(), arguments.rend()));  // As CLI11 wants them.
     apply(words, options);
     take_model_sizes(app, options);
+    take_tokenizer(app, words, options);
     check_options(options);
   } catch (const CLI::CallForHelp&) {
     std::fputs(help_text(description, terminal_width()).c_str(), stdout);
@@ -533,13 +563,22 @@ TrainerOptions resolve_options(TrainerOptions options) {
   return options;
 }
 
+namespace {
+
+Text text_of(const TrainerOptions& o, const std::vector<std::string>& files, const std::string& data) {
+  if (!data.empty()) return Text::map(data, o.model.vocabulary);
+  Text text = Text::read(files, o.model.vocabulary);
+  return o.tokenizer != nullptr ? text.encoded(*o.tokenizer) : text;
+}
+
+}  // namespace
+
 Text training_text(const TrainerOptions& o) {
-  return o.data.empty() ? Text::read(o.text, o.model.vocabulary) : Text::map(o.data, o.model.vocabulary);
+  return text_of(o, o.text, o.data);
 }
 
 Text evaluation_text(const TrainerOptions& o) {
-  return o.evaluation_data.empty() ? Text::read(o.evaluation_text, o.model.vocabulary)
-                                   : Text::map(o.evaluation_data, o.model.vocabulary);
+  return text_of(o, o.evaluation_text, o.evaluation_data);
 }
 
 ScheduleOptions schedule_of(const TrainerOptions& o) {
@@ -616,6 +655,7 @@ std::vector<std::pair<std::string, std::string>> training_of(const TrainerOption
       {"matmul", o.matmul},
       {"initial", given(o.initial_file)}};
   if (o.model.vocabulary != kVocabulary) all.emplace_back("vocabulary", std::to_string(o.model.vocabulary));
+  if (o.tokenizer != nullptr) all.emplace_back("tokenizer", "bpe " + std::to_string(o.tokenizer->hash()));
   if (o.model.inner != 0) all.emplace_back("inner", std::to_string(o.model.inner));
   if (o.model.is_llama()) {
     all.emplace_back("model", model_name(o.model.kind));
@@ -647,6 +687,7 @@ std::vector<std::pair<std::string, std::string>> agreement_of(const TrainerOptio
       {"--load-step", std::to_string(o.load_step)},
       {"--export", given(o.export_file)},
       {"--logits", given(o.logits_file)},
+      {"--write-tokens", given(o.tokens_file)},
       {"--evaluate-every", std::to_string(o.evaluate_every)},
       {"--evaluation-samples", std::to_string(o.evaluation_samples)},
       {"--generate", std::to_string(o.generate)},

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
@@ -10,6 +11,7 @@
 
 #include "forebay/activation_plan.h"
 #include "forebay/sharding_options.h"
+#include "model/byte_pairs.h"
 #include "model/shape.h"
 #include "model/text.h"
 #include "parallel/grid.h"
@@ -59,15 +61,16 @@ struct TrainerOptions : ShardingOptions {
   double epsilon = 1e-8;
   double loss_scale = 65536;  // The initial one, for fp16.
   std::uint64_t seed = 1;
-  std::vector<std::string> text;  // Empty: default_text_files().
-  std::string data;               // A file of tokens in place of text.
+  std::vector<std::string> text;               // Empty: default_text_files().
+  std::string data;                            // A file of tokens in place of text.
+  std::shared_ptr<const BytePairs> tokenizer;  // Shared by copies of the options. Null: tokens are bytes.
 
   // Evaluations and generated text use the weights and leave the training as it is.
   std::vector<std::string> evaluation_text;  // Files.
   std::string evaluation_data;               // A file of tokens in place of them.
   std::uint64_t evaluate_every = 0;          // Steps; 0: at the end only.
   std::uint64_t evaluation_samples = 0;      // At most; 0: the whole text.
-  std::uint64_t generate = 0;                // Bytes of text, at the end.
+  std::uint64_t generate = 0;                // Tokens of text, at the end.
   std::string prompt = "\n";
   double temperature = 0.8;
 
@@ -84,6 +87,7 @@ struct TrainerOptions : ShardingOptions {
   std::string export_file;               // Or a directory.
   std::uint64_t export_shard_bytes = 0;  // A file in that directory has at most so many; 0: one file.
   std::string logits_file;
+  std::string tokens_file;
   std::string report_file;
   std::string timeline_file;
   std::string flight_recorder;  // A directory.

@@ -116,7 +116,7 @@ RankModel::RankModel(const TrainerOptions& trainer_options, const Rank& opened)
   const auto check_length = [&](const std::string& option, const Text& given) {
     if (given.size() > options.model.sequence) return;
     throw Error(StatusCode::kInvalidArgument,
-                option + " has " + std::to_string(given.size()) + (given.is_mapped() ? " tokens" : " bytes") +
+                option + " has " + std::to_string(given.size()) + (given.is_bytes() ? " bytes" : " tokens") +
                     ", too few for --sequence " + std::to_string(options.model.sequence) +
                     "; give more with " + option);
   };

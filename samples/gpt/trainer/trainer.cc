@@ -93,6 +93,7 @@ TrainingReport Trainer::train() {
   report.steps = steps_done();
   if (options_.generate > 0 && !report.interrupted) report.generated = generate();
   if (!options_.logits_file.empty() && !report.interrupted) write_logits();
+  if (!options_.tokens_file.empty() && !report.interrupted) write_tokens();
   fill_report(model_, meter_, evaluation_, most_passes_in_flight_, report);
 
   if (!options_.save_state.empty() && saved_step_ != report.steps) save();
@@ -288,6 +289,20 @@ void Trainer::write_logits() {
     if (writer != nullptr) writer->write(row);
   });
   if (writer != nullptr) writer->finish();
+}
+
+// As TokenFile reads them: 16-bit numbers without a header.
+void Trainer::write_tokens() {
+  constexpr std::size_t kTokensAtOnce = std::size_t{1} << 16;
+  if (model_.rank.place.rank != 0) return;
+  OutputFile file(options_.tokens_file);
+  std::vector<Token> tokens;
+  for (std::uint64_t first = 0; first < model_.text.size(); first += tokens.size()) {
+    tokens.resize(std::min<std::uint64_t>(kTokensAtOnce, model_.text.size() - first));
+    model_.text.copy(first, tokens);
+    file.write(tokens.data(), tokens.size() * sizeof(Token));
+  }
+  file.finish();
 }
 
 // Each rank writes its own. A timeline that cannot be written does not fail the training.

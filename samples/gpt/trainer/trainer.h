@@ -31,6 +31,7 @@ class Trainer {
   void evaluate(TrainingReport& report, Progress& progress);
   std::string generate();
   void write_logits();
+  void write_tokens();
   void write_timeline();
 
   StepResult step();
