@@ -260,8 +260,9 @@ int run(const GptShape& shape, int pairs, DataType dtype, double target) {
   const auto communicator = value_or_throw(LocalGroup::create(1)->communicator(0, *backend, *kernels));
   ComputeStream compute(*backend, /*queues=*/false);
   compute.run([threads] { set_compute_threads(threads); });
-  HostOperations operations(library_matmul_available() ? create_library_matmul() : create_plain_matmul(),
-                            threads);
+  const std::unique_ptr<Operations> made = create_host_operations(
+      library_matmul_available() ? create_library_matmul() : create_plain_matmul(), threads);
+  Operations& operations = *made;
   const Gpt::Options options{.shape = shape, .batch = kBatch, .dtype = dtype};
   EngineLoop engine(options, operations, *backend, *kernels, *communicator, compute);
   BareLoop bare(options, operations, *backend, *kernels, compute);

@@ -292,9 +292,9 @@ TEST(GptOperations, GeluAgreesWithDoubles) {
   std::vector<float> x(4001), y(4001), gradient(4001, 1.0F);
   for (std::size_t i = 0; i < x.size(); ++i) x[i] = (static_cast<float>(i) - 2000) * 0.006F;
 
-  HostOperations operations(create_plain_matmul(), 1);
-  operations.run(Gelu{x.data(), y.data(), x.size()});
-  operations.run(GeluBackward{x.data(), gradient.data(), x.size()});
+  const std::unique_ptr<Operations> operations = create_host_operations(create_plain_matmul(), 1);
+  operations->run(Gelu{x.data(), y.data(), x.size()});
+  operations->run(GeluBackward{x.data(), gradient.data(), x.size()});
 
   for (std::size_t i = 0; i < x.size(); ++i) {
     const double v = x[i];
@@ -316,9 +316,9 @@ TEST(GptOperations, LargeLogitsDoNotOverflow) {
   RowLossPart part_loss{};
   const LogitsPart part{logits.data(), targets.data(), 1, kVocabulary, {0, kVocabulary}};
 
-  HostOperations operations(create_plain_matmul(), 1);
-  operations.run(CrossEntropy{part, &part_loss});
-  operations.run(CrossEntropyBackward{part, &part_loss, 1, 0, &row_loss, 1.0F});
+  const std::unique_ptr<Operations> operations = create_host_operations(create_plain_matmul(), 1);
+  operations->run(CrossEntropy{part, &part_loss});
+  operations->run(CrossEntropyBackward{part, &part_loss, 1, 0, &row_loss, 1.0F});
 
   EXPECT_NEAR(mean_loss({&row_loss, 1}), std::log(2.0), 1e-6);
   EXPECT_NEAR(logits[3], 0.5, 1e-6);

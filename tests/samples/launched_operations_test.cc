@@ -1,11 +1,13 @@
 // Compares the model's kernels, built for the host and launched on a HostBackend, with the host's loops, bit
-// for bit, operation by operation. The shapes leave part of every block, tile and lane idle.
+// for bit, operation by operation, with every instruction set of the processor. The shapes leave part of
+// every block, tile and lane idle.
 
 #include "model/launched_operations.h"
 
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -17,6 +19,7 @@
 #include "cuda/image.h"
 #include "forebay/error.h"
 #include "forebay/host_backend.h"
+#include "hwy/highway.h"
 #include "model/convert.h"
 #include "model/host_operations.h"
 #include "model/random.h"
@@ -54,24 +57,30 @@ class LaunchedOperationsTest : public testing::Test {
   }
 
   void expect_same_bits(const std::string& what, const Buffers& buffers, const Computation& compute) {
-    Buffers host_buffers = buffers, launched_buffers = buffers;
-    compute(host_, host_buffers);
+    Buffers launched_buffers = buffers;
     compute(launched_, launched_buffers);
     throw_if_error(backend_->stream_synchronize(stream_handle_));
-    for (std::size_t b = 0; b < buffers.size(); ++b) {
-      const std::vector<float>&x = host_buffers[b], &y = launched_buffers[b];
-      for (std::size_t i = 0; i < x.size(); ++i) {
-        ASSERT_EQ(std::memcmp(&x[i], &y[i], sizeof(float)), 0)
-            << what << ": element " << i << " of buffer " << b << " is " << x[i] << " and " << y[i];
+    for (std::int64_t rest = hwy::SupportedTargets(); rest != 0; rest &= rest - 1) {
+      hwy::SetSupportedTargetsForTest(rest & -rest);
+      Buffers host_buffers = buffers;
+      compute(*create_host_operations(create_plain_matmul(), 1), host_buffers);
+      for (std::size_t b = 0; b < buffers.size(); ++b) {
+        const std::vector<float>&x = host_buffers[b], &y = launched_buffers[b];
+        for (std::size_t i = 0; i < x.size(); ++i) {
+          ASSERT_EQ(std::memcmp(&x[i], &y[i], sizeof(float)), 0)
+              << what << " with " << hwy::TargetName(rest & -rest) << ": element " << i << " of buffer " << b
+              << " is " << x[i] << " and " << y[i];
+        }
       }
     }
+    hwy::SetSupportedTargetsForTest(0);
   }
 
   const std::uint64_t seed_ = test_seed();
   std::uint64_t stream_ = 0;
   const std::unique_ptr<HostBackend> backend_ = value_or_throw(HostBackend::create({}));
   const Stream stream_handle_ = value_or_throw(backend_->stream_create());
-  HostOperations host_{create_plain_matmul(), 1};
+  const std::unique_ptr<Operations> host_ = create_host_operations(create_plain_matmul(), 1);
   LaunchedOperations launched_{
       *backend_, stream_handle_, {.image = {.host_kernels = kernels::simulated_kernel_table()}}};
 };
@@ -87,7 +96,7 @@ TEST_F(LaunchedOperationsTest, MultipliesInTheSameOrder) {
           std::vector<std::byte> b(shape.depth * shape.columns * element_bytes(type));
           const std::vector<float> values = normal(shape.depth * shape.columns);
           narrow(type, values.data(), b.data(), values.size(), false);
-          std::vector<std::byte> workspace(host_.prepare_product(shape, type) + 64);
+          std::vector<std::byte> workspace(host_->prepare_product(shape, type) + 64);
           std::byte* const aligned =
               workspace.data() + (64 - reinterpret_cast<std::uintptr_t>(workspace.data()) % 64);
           expect_same_bits("product", {normal(shape.rows * shape.depth), normal(shape.rows * shape.columns)},
@@ -188,7 +197,7 @@ TEST_F(LaunchedOperationsTest, RotateInTheSameWay) {
     rotate.values = back.data();
     for (const float direction : {1.0F, -1.0F}) {
       rotate.direction = direction;
-      host_.run(rotate);
+      host_->run(rotate);
     }
     for (std::size_t i = 0; i < values.size(); ++i) ASSERT_NEAR(back[i], values[i], 1e-6F);
   }
@@ -255,6 +264,7 @@ TEST_F(LaunchedOperationsTest, AttendInTheSameOrder) {
         .first_sample = 5,
         .first_head = 3,
         .all_heads = 9},
+        Attention{.batch = 1, .sequence = 71, .hidden = 72, .heads = 2},  // Whole vectors, and a rest.
         Attention{.batch = 2, .sequence = 9, .hidden = 12, .heads = 6, .kv_heads = 2},
         Attention{.batch = 1,
         .sequence = 40,
@@ -264,7 +274,7 @@ TEST_F(LaunchedOperationsTest, AttendInTheSameOrder) {
         .all_heads = 3,
         .kv_heads = 1}}) {
     const std::size_t rows = shape.batch * shape.sequence;
-    std::vector<std::byte> host_space(host_.prepare_attention(shape));
+    std::vector<std::byte> host_space(host_->prepare_attention(shape));
     std::vector<std::byte> launched_space(launched_.prepare_attention(shape));
     expect_same_bits(
         "attention",

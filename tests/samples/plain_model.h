@@ -58,8 +58,8 @@ class PlainModel {
   PlainModel(const Gpt::Options& options, std::unique_ptr<MatMul> matmul, int threads = 1)
       : dtype_(options.dtype),
         units_(describe_units(options.shape)),
-        operations_(std::move(matmul), threads),
-        gpt_(options, operations_, queue_, alone_),
+        operations_(create_host_operations(std::move(matmul), threads)),
+        gpt_(options, *operations_, queue_, alone_),
         memory_(gpt_.memory_bytes()) {
     std::memset(memory_.data(), 0xCB, gpt_.memory_bytes());  // Makes a read before the first write visible.
     gpt_.use_memory(memory_.data());
@@ -125,7 +125,7 @@ class PlainModel {
 
   DataType dtype_;
   std::vector<GptUnit> units_;
-  HostOperations operations_;
+  std::unique_ptr<Operations> operations_;
   RunsAtOnce queue_;
   TensorGroup alone_;
   Gpt gpt_;

@@ -1,3 +1,7 @@
+// The loops are compiled once for each instruction set, and each has the same order of sums. Multiplications
+// and additions are rounded one by one, so every set has the same bits.
+#define HWY_DISABLED_TARGETS (HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV)
+
 #include "model/host_operations.h"
 
 #include <algorithm>
@@ -14,9 +18,17 @@
 #include "model/convert.h"
 #include "model/definitions.h"
 
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "model/host_operations.cc"
+#include "hwy/foreach_target.h"  // Must come before highway.h.
+#include "hwy/highway.h"
+
+HWY_BEFORE_NAMESPACE();
 namespace forebay::gpt {
+namespace HWY_NAMESPACE {
 namespace {
 
+namespace hn = hwy::HWY_NAMESPACE;
 using definitions::kLanes;
 
 constexpr std::size_t kAlignment = 64;    // One cache line, and the widest vector.
@@ -75,57 +87,32 @@ void column_sums(std::size_t rows, std::size_t columns, float* target, Function 
   });
 }
 
-}  // namespace
+class HostOperations final : public Operations {
+ public:
+  HostOperations(std::unique_ptr<MatMul> matmul, int threads)
+      : matmul_(std::move(matmul)), threads_(threads) {}
 
-void set_compute_threads(int count) {
-#if defined(_OPENMP)
-  omp_set_dynamic(0);  // oneDNN computes wrong results with fewer threads than it prepared for.
-  omp_set_num_threads(count);
-  int got = 0;
-#pragma omp parallel
-  {
-#pragma omp single
-    got = omp_get_num_threads();
-  }
-  if (got != count) {
-    throw Error(
-        StatusCode::kUnavailable,
-        std::to_string(count) + " compute threads were asked for and OpenMP gives " + std::to_string(got) +
-            "; unset OMP_THREAD_LIMIT and OMP_MAX_ACTIVE_LEVELS, or give --threads " + std::to_string(got));
-  }
-#else
-  static_cast<void>(count);
-#endif
-}
+  const char* matmul() const noexcept override { return matmul_->name(); }
+  bool queues() const noexcept override { return false; }
+  std::size_t prepare_product(const ProductShape& shape, DataType b_type) override;
+  std::size_t prepare_attention(const Attention& shape) override;
+  void multiply(const ProductShape& shape, const float* a, Operand b, float* c,
+                std::byte* workspace) override;
+  void zero(float* target, std::size_t count) override;
+  FOREBAY_GPT_OPERATIONS(FOREBAY_OVERRIDE_OPERATION)
+  void run(const AttentionBackward& arguments) override;
 
-int default_compute_threads() {
-#if defined(_OPENMP)
-  if (omp_get_max_active_levels() < 1) return 1;
-  return std::min(omp_get_num_procs(), omp_get_thread_limit());
-#else
-  return 1;
-#endif
-}
-
-double mean_loss(std::span<const RowLoss> rows) {
-  double total = 0;
-  for (const RowLoss& row : rows) total += std::log(double{row.sum}) - double{row.target};
-  return total / static_cast<double>(rows.size());
-}
-
-HostOperations::HostOperations(std::unique_ptr<MatMul> matmul, int threads)
-    : matmul_(std::move(matmul)), threads_(threads) {}
+ private:
+  const std::unique_ptr<MatMul> matmul_;
+  const int threads_;
+};
 
 // --- products; `b` is widened into the beginning of the workspace ---
-
-namespace {
 
 std::size_t widened_bytes(const ProductShape& shape, DataType b_type) {
   if (b_type == DataType::kFloat32) return 0;
   return round_up(shape.depth * shape.columns * sizeof(float), kAlignment);
 }
-
-}  // namespace
 
 std::size_t HostOperations::prepare_product(const ProductShape& shape, DataType b_type) {
   return widened_bytes(shape, b_type) + matmul_->prepare(shape);
@@ -144,8 +131,6 @@ void HostOperations::multiply(const ProductShape& shape, const float* a, Operand
 
 // --- element by element ---
 
-namespace {
-
 template <typename Element>
 void for_elements(const Element& given) {
   const Element element = given;
@@ -153,8 +138,6 @@ void for_elements(const Element& given) {
 #pragma omp parallel for simd schedule(static) firstprivate(element) if (count >= kParallelCount)
   for (std::size_t i = 0; i < count; ++i) element(i);
 }
-
-}  // namespace
 
 void HostOperations::run(const Widen& a) {
   widen(a.source.type, static_cast<const std::byte*>(a.source.data), a.target, a.count);
@@ -303,32 +286,124 @@ void HostOperations::run(const GainBackward& a) {
 }
 
 // --- attention ---
+//
+// Rows of queries go in blocks of kRows, so that a key or a value is loaded once for kRows of them and sums
+// stay in registers. Each sum ascends as it does row by row, so the blocks change no bit.
 
-namespace {
+constexpr std::size_t kRows =
+    hn::MaxLanes(hn::ScalableTag<float>()) >= 16 ? 8 : 4;  // They fill the registers.
 
-// The workspace of one thread, in floats: keys and values of a head, transposed, and two rows of weights.
+// The floats of one row over the sequence: whole vectors, so that a vector of keys ends inside of the
+// workspace, and one cache line, because rows a power of two apart share few sets of the cache.
+std::size_t padded(const Attention& shape) {
+  return round_up(shape.sequence, 32) + 16;
+}
+
+// The workspace of one thread, in floats: keys and values of a head, transposed, and two blocks of weights, as
+// large as on any processor.
 std::size_t attention_count(const Attention& shape) {
-  return 2 * shape.head_columns() * shape.sequence + 2 * shape.sequence;
+  return (2 * shape.head_columns() + 2 * 8) * padded(shape);
 }
 
 // target[c][row] = source[row][c]: sums over columns then run along memory.
-void transpose(const float* source, std::size_t stride, std::size_t rows, std::size_t columns,
-               float* target) {
+void transpose(const float* source, std::size_t stride, std::size_t rows, std::size_t columns, float* target,
+               std::size_t target_stride) {
   for (std::size_t r = 0; r < rows; ++r) {
-    for (std::size_t c = 0; c < columns; ++c) target[c * rows + r] = source[r * stride + c];
+    for (std::size_t c = 0; c < columns; ++c) target[c * target_stride + r] = source[r * stride + c];
+  }
+  for (std::size_t c = 0; c < columns; ++c)
+    std::fill(target + c * target_stride + rows, target + (c + 1) * target_stride, 0.0F);
+}
+
+// A matrix whose rows are `stride` floats apart.
+struct Rows {
+  const float* first;
+  std::size_t stride;
+  const float* row(std::size_t r) const { return first + r * stride; }
+};
+
+// dots[r][j] = factor * (row r of `vectors` . column j of `transposed`), for j < count and some beyond it.
+// The rows of `dots` are as long as those of `transposed`.
+template <std::size_t rows>
+void dots_with_columns(Rows vectors, std::size_t columns, Rows transposed, float factor, float* dots,
+                       std::size_t count) {
+  const hn::ScalableTag<float> d;
+  const std::size_t lanes = hn::Lanes(d);
+  const auto factors = hn::Set(d, factor);
+  for (std::size_t j = 0; j < count; j += 2 * lanes) {
+    hn::Vec<decltype(d)> low[rows], high[rows];
+    for (std::size_t r = 0; r < rows; ++r) low[r] = high[r] = hn::Zero(d);
+    for (std::size_t c = 0; c < columns; ++c) {
+      const float* row = transposed.row(c) + j;
+      const auto first = hn::LoadU(d, row), second = hn::LoadU(d, row + lanes);
+      for (std::size_t r = 0; r < rows; ++r) {
+        const auto v = hn::Set(d, vectors.row(r)[c]);
+        low[r] = hn::Add(low[r], hn::Mul(v, first));
+        high[r] = hn::Add(high[r], hn::Mul(v, second));
+      }
+    }
+    for (std::size_t r = 0; r < rows; ++r) {
+      float* target = dots + r * transposed.stride + j;
+      hn::StoreU(hn::Mul(low[r], factors), d, target);
+      hn::StoreU(hn::Mul(high[r], factors), d, target + lanes);
+    }
   }
 }
 
-// dots[j] = factor * (vector . column j of `transposed`), for j < count.
-void dots_with_columns(const float* vector, std::size_t columns, const float* transposed,
-                       std::size_t row_count, float factor, float* dots, std::size_t count) {
-  std::fill(dots, dots + count, 0.0F);
-  for (std::size_t c = 0; c < columns; ++c) {
-    const float v = vector[c];
-    const float* row = transposed + c * row_count;
-    for (std::size_t j = 0; j < count; ++j) dots[j] += v * row[j];
+// target[r][c] += the sum of weights[r][j] * source[j][c] over j < seen + r, ascending. One row of weights
+// sees one more row of `source` than the row before it.
+template <std::size_t rows>
+void add_weighted_rows(Rows weights, Rows source, std::size_t columns, float* target,
+                       std::size_t target_stride, std::size_t seen) {
+  const hn::ScalableTag<float> d;
+  const std::size_t lanes = hn::Lanes(d);
+  std::size_t c = 0;
+  for (; c + lanes <= columns; c += lanes) {
+    hn::Vec<decltype(d)> sums[rows];
+    for (std::size_t r = 0; r < rows; ++r) sums[r] = hn::LoadU(d, target + r * target_stride + c);
+    for (std::size_t j = 0; j < seen; ++j) {
+      const auto values = hn::LoadU(d, source.row(j) + c);
+      for (std::size_t r = 0; r < rows; ++r)
+        sums[r] = hn::Add(sums[r], hn::Mul(hn::Set(d, weights.row(r)[j]), values));
+    }
+    for (std::size_t r = 0; r < rows; ++r) {
+      for (std::size_t j = seen; j < seen + r; ++j)
+        sums[r] = hn::Add(sums[r], hn::Mul(hn::Set(d, weights.row(r)[j]), hn::LoadU(d, source.row(j) + c)));
+      hn::StoreU(sums[r], d, target + r * target_stride + c);
+    }
   }
-  for (std::size_t j = 0; j < count; ++j) dots[j] *= factor;
+  for (std::size_t r = 0; r < rows && c < columns; ++r) {
+    for (std::size_t j = 0; j < seen + r; ++j) {
+      for (std::size_t i = c; i < columns; ++i)
+        target[r * target_stride + i] += weights.row(r)[j] * source.row(j)[i];
+    }
+  }
+}
+
+// target[j][c] += the sum of weights[r][j] * source[r][c] over the rows r that see j, ascending: row r sees
+// j < seen + r.
+template <std::size_t rows>
+void add_outer_products(Rows weights, Rows source, std::size_t columns, float* target,
+                        std::size_t target_stride, std::size_t seen) {
+  const hn::ScalableTag<float> d;
+  const std::size_t lanes = hn::Lanes(d);
+  std::size_t c = 0;
+  for (; c + lanes <= columns; c += lanes) {
+    hn::Vec<decltype(d)> values[rows];
+    for (std::size_t r = 0; r < rows; ++r) values[r] = hn::LoadU(d, source.row(r) + c);
+    for (std::size_t j = 0; j < seen + rows - 1; ++j) {
+      auto sum = hn::LoadU(d, target + j * target_stride + c);
+      for (std::size_t r = j < seen ? 0 : j - seen + 1; r < rows; ++r)
+        sum = hn::Add(sum, hn::Mul(hn::Set(d, weights.row(r)[j]), values[r]));
+      hn::StoreU(sum, d, target + j * target_stride + c);
+    }
+  }
+  for (std::size_t j = 0; j < seen + rows - 1 && c < columns; ++j) {
+    for (std::size_t r = j < seen ? 0 : j - seen + 1; r < rows; ++r) {
+      for (std::size_t i = c; i < columns; ++i)
+        target[j * target_stride + i] += weights.row(r)[j] * source.row(r)[i];
+    }
+  }
 }
 
 // Applies dropout to probabilities or to their gradients. Element j has the index `first + j`.
@@ -347,11 +422,13 @@ void for_heads(const Attention& shape, std::size_t heads, std::byte* workspace, 
   }
 }
 
-void add_scaled(float factor, const float* source, float* target, std::size_t count) {
-  for (std::size_t i = 0; i < count; ++i) target[i] += factor * source[i];
+// Calls f.operator()<rows>(first row) for all rows of queries, in blocks.
+template <typename Function>
+void for_row_blocks(std::size_t sequence, Function f) {
+  std::size_t i = 0;
+  for (; i + kRows <= sequence; i += kRows) f.template operator()<kRows>(i);
+  for (; i < sequence; ++i) f.template operator()<1>(i);
 }
-
-}  // namespace
 
 std::size_t HostOperations::prepare_attention(const Attention& shape) {
   return static_cast<std::size_t>(threads_) * attention_count(shape) * sizeof(float);
@@ -361,27 +438,33 @@ void HostOperations::run(const AttentionForward& a) {
   const Attention& shape = a.shape;
   const std::size_t columns = shape.head_columns();
   const std::size_t sequence = shape.sequence;
+  const std::size_t stride = padded(shape);
   const float factor = definitions::attention_factor(columns);
-  const auto one_head = [&, columns, sequence, factor](std::size_t sample, std::size_t head, float* keys) {
-    float* weights = keys + 2 * columns * sequence;
+  const auto one_head = [&, columns, sequence, stride, factor](std::size_t sample, std::size_t head,
+                                                               float* keys) {
+    float* weights = keys + 2 * columns * stride;
     const HeadPlaces in = shape.places(sample, head);
-    const float* value = a.qkv + in.value;
-    transpose(a.qkv + in.key, in.key_stride, sequence, columns, keys);
-    for (std::size_t i = 0; i < sequence; ++i) {
-      const std::size_t seen = i + 1;
-      dots_with_columns(a.qkv + in.query + i * in.query_stride, columns, keys, sequence, factor, weights,
-                        seen);
-      SoftmaxRow row{*std::max_element(weights, weights + seen), 1.0F};
-      for (std::size_t j = 0; j < seen; ++j) weights[j] = definitions::probability(weights[j], row);
-      row.inverse = 1.0F / lane_sum(seen, [weights](std::size_t j) { return weights[j]; });
-      a.softmax[(sample * shape.heads + head) * sequence + i] = row;
-
-      float* out = a.output + (sample * sequence + i) * shape.hidden + head * columns;
-      std::fill(out, out + columns, 0.0F);
-      for (std::size_t j = 0; j < seen; ++j) weights[j] *= row.inverse;
-      drop_row(shape.dropout, shape.dropout_index(sample, head, i), weights, seen);
-      for (std::size_t j = 0; j < seen; ++j) add_scaled(weights[j], value + j * in.key_stride, out, columns);
-    }
+    transpose(a.qkv + in.key, in.key_stride, sequence, columns, keys, stride);
+    SoftmaxRow* softmax = a.softmax + (sample * shape.heads + head) * sequence;
+    float* output = a.output + sample * sequence * shape.hidden + head * columns;
+    for_row_blocks(sequence, [&]<std::size_t rows>(std::size_t first) {
+      dots_with_columns<rows>({a.qkv + in.query + first * in.query_stride, in.query_stride}, columns,
+                              {keys, stride}, factor, weights, first + rows);
+      for (std::size_t r = 0; r < rows; ++r) {
+        const std::size_t i = first + r;
+        const std::size_t seen = i + 1;
+        float* row_weights = weights + r * stride;
+        SoftmaxRow row{*std::max_element(row_weights, row_weights + seen), 1.0F};
+        for (std::size_t j = 0; j < seen; ++j) row_weights[j] = definitions::probability(row_weights[j], row);
+        row.inverse = 1.0F / lane_sum(seen, [row_weights](std::size_t j) { return row_weights[j]; });
+        softmax[i] = row;
+        for (std::size_t j = 0; j < seen; ++j) row_weights[j] *= row.inverse;
+        drop_row(shape.dropout, shape.dropout_index(sample, head, i), row_weights, seen);
+        std::fill_n(output + i * shape.hidden, columns, 0.0F);
+      }
+      add_weighted_rows<rows>({weights, stride}, {a.qkv + in.value, in.key_stride}, columns,
+                              output + first * shape.hidden, shape.hidden, first + 1);
+    });
   };
   for_heads(shape, shape.heads, a.workspace, threads_, one_head);
 }
@@ -390,15 +473,17 @@ void HostOperations::run(const AttentionBackward& a) {
   const Attention& shape = a.shape;
   const std::size_t columns = shape.head_columns();
   const std::size_t sequence = shape.sequence;
+  const std::size_t stride = padded(shape);
   const float factor = definitions::attention_factor(columns);
   // The gradients of a key and its value get those of each head that shares them, in order.
-  const auto one_head = [&, columns, sequence, factor](std::size_t sample, std::size_t head, float* keys) {
-    float* values = keys + columns * sequence;
-    float* weights = values + columns * sequence;
-    float* weight_gradients = weights + sequence;
+  const auto one_head = [&, columns, sequence, stride, factor](std::size_t sample, std::size_t head,
+                                                               float* keys) {
+    float* values = keys + columns * stride;
+    float* weights = values + columns * stride;
+    float* weight_gradients = weights + kRows * stride;
     const HeadPlaces in = shape.places(sample, head);
-    transpose(a.qkv + in.key, in.key_stride, sequence, columns, keys);
-    transpose(a.qkv + in.value, in.key_stride, sequence, columns, values);
+    transpose(a.qkv + in.key, in.key_stride, sequence, columns, keys, stride);
+    transpose(a.qkv + in.value, in.key_stride, sequence, columns, values, stride);
 
     float* d_query = a.qkv_gradient + in.query;
     float* d_key = a.qkv_gradient + in.key;
@@ -410,29 +495,33 @@ void HostOperations::run(const AttentionBackward& a) {
       if (is_first) std::fill_n(d_value + i * in.key_stride, columns, 0.0F);
     }
 
-    for (std::size_t i = 0; i < sequence; ++i) {
-      const std::size_t seen = i + 1;
-      const float* query = a.qkv + in.query + i * in.query_stride;
-      const float* d_out = a.gradient + (sample * sequence + i) * shape.hidden + head * columns;
-      const SoftmaxRow row = a.softmax[(sample * shape.heads + head) * sequence + i];
-
+    const SoftmaxRow* softmax = a.softmax + (sample * shape.heads + head) * sequence;
+    for_row_blocks(sequence, [&]<std::size_t rows>(std::size_t first) {
+      const Rows query{a.qkv + in.query + first * in.query_stride, in.query_stride};
+      const Rows d_out{a.gradient + (sample * sequence + first) * shape.hidden + head * columns,
+                       shape.hidden};
       // The probabilities p again, and dp[j] = d_out . value[j], back through dropout.
-      const std::uint64_t dropout_index = shape.dropout_index(sample, head, i);
-      dots_with_columns(query, columns, keys, sequence, factor, weights, seen);
-      for (std::size_t j = 0; j < seen; ++j) weights[j] = definitions::probability(weights[j], row);
-      dots_with_columns(d_out, columns, values, sequence, 1.0F, weight_gradients, seen);
-      drop_row(shape.dropout, dropout_index, weight_gradients, seen);
-
-      const float mean = lane_sum(seen, [=](std::size_t j) { return weights[j] * weight_gradients[j]; });
-      for (std::size_t j = 0; j < seen; ++j) {
-        const float d_score = definitions::score_gradient(weights[j], weight_gradients[j], mean, factor);
-        add_scaled(d_score, a.qkv + in.key + j * in.key_stride, d_query + i * in.query_stride, columns);
-        add_scaled(d_score, query, d_key + j * in.key_stride, columns);
+      dots_with_columns<rows>(query, columns, {keys, stride}, factor, weights, first + rows);
+      dots_with_columns<rows>(d_out, columns, {values, stride}, 1.0F, weight_gradients, first + rows);
+      for (std::size_t r = 0; r < rows; ++r) {
+        const std::size_t i = first + r;
+        const std::size_t seen = i + 1;
+        float* p = weights + r * stride;
+        float* dp = weight_gradients + r * stride;
+        const SoftmaxRow row = softmax[i];
+        const std::uint64_t dropout_index = shape.dropout_index(sample, head, i);
+        for (std::size_t j = 0; j < seen; ++j) p[j] = definitions::probability(p[j], row);
+        drop_row(shape.dropout, dropout_index, dp, seen);
+        const float mean = lane_sum(seen, [=](std::size_t j) { return p[j] * dp[j]; });
+        for (std::size_t j = 0; j < seen; ++j) dp[j] = definitions::score_gradient(p[j], dp[j], mean, factor);
+        drop_row(shape.dropout, dropout_index, p, seen);
       }
-      drop_row(shape.dropout, dropout_index, weights, seen);
-      for (std::size_t j = 0; j < seen; ++j)
-        add_scaled(weights[j], d_out, d_value + j * in.key_stride, columns);
-    }
+      const Rows d_scores{weight_gradients, stride};
+      add_weighted_rows<rows>(d_scores, {a.qkv + in.key, in.key_stride}, columns,
+                              d_query + first * in.query_stride, in.query_stride, first + 1);
+      add_outer_products<rows>(d_scores, query, columns, d_key, in.key_stride, first + 1);
+      add_outer_products<rows>({weights, stride}, d_out, columns, d_value, in.key_stride, first + 1);
+    });
   };
   for_heads(shape, shape.kv_head_count(), a.workspace, threads_,
             [&](std::size_t sample, std::size_t key, float* workspace) {
@@ -476,4 +565,60 @@ void HostOperations::run(const CrossEntropyBackward& a) {
   }
 }
 
+}  // namespace
+
+std::unique_ptr<Operations> make_operations(std::unique_ptr<MatMul>* matmul, int threads) {
+  return std::make_unique<HostOperations>(std::move(*matmul), threads);
+}
+
+}  // namespace HWY_NAMESPACE
 }  // namespace forebay::gpt
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace forebay::gpt {
+
+HWY_EXPORT(make_operations);
+
+std::unique_ptr<Operations> create_host_operations(std::unique_ptr<MatMul> matmul, int threads) {
+  return HWY_DYNAMIC_DISPATCH(make_operations)(&matmul, threads);
+}
+
+void set_compute_threads(int count) {
+#if defined(_OPENMP)
+  omp_set_dynamic(0);  // oneDNN computes wrong results with fewer threads than it prepared for.
+  omp_set_num_threads(count);
+  int got = 0;
+#pragma omp parallel
+  {
+#pragma omp single
+    got = omp_get_num_threads();
+  }
+  if (got != count) {
+    throw Error(
+        StatusCode::kUnavailable,
+        std::to_string(count) + " compute threads were asked for and OpenMP gives " + std::to_string(got) +
+            "; unset OMP_THREAD_LIMIT and OMP_MAX_ACTIVE_LEVELS, or give --threads " + std::to_string(got));
+  }
+#else
+  static_cast<void>(count);
+#endif
+}
+
+int default_compute_threads() {
+#if defined(_OPENMP)
+  if (omp_get_max_active_levels() < 1) return 1;
+  return std::min(omp_get_num_procs(), omp_get_thread_limit());
+#else
+  return 1;
+#endif
+}
+
+double mean_loss(std::span<const RowLoss> rows) {
+  double total = 0;
+  for (const RowLoss& row : rows) total += std::log(double{row.sum}) - double{row.target};
+  return total / static_cast<double>(rows.size());
+}
+
+}  // namespace forebay::gpt
+#endif

@@ -36,8 +36,7 @@ EngineOptions engine_options(const TrainerOptions& o, const Text& text, const Te
 std::unique_ptr<Operations> make_operations(const TrainerOptions& options, const Rank& rank, Stream stream) {
   const bool plain = options.matmul == "plain";
   if (!rank.on_gpu()) {
-    return std::make_unique<HostOperations>(plain ? create_plain_matmul() : create_library_matmul(),
-                                            rank.threads);
+    return create_host_operations(plain ? create_plain_matmul() : create_library_matmul(), rank.threads);
   }
   auto library =
       plain ? nullptr : std::make_unique<CublasProducts>(static_cast<CudaBackend&>(*rank.backend), stream);
