@@ -132,8 +132,9 @@ Status check_arguments(const AdamWArguments& a) {
   FOREBAY_RETURN_IF_ERROR(check_pointer("adamw", "master", a.master, a.count, sizeof(float)));
   FOREBAY_RETURN_IF_ERROR(check_pointer("adamw", "m", a.m, a.count, sizeof(float)));
   if (static_cast<int>(a.optimizer) >= kOptimizerCount) {
-    return invalid("adamw: optimizer is %d, which does not exist; pass one of optimizer.h",
-                   static_cast<int>(a.optimizer));
+    return invalid(
+        "adamw: optimizer is %d, which is no rule of single elements; pass adamw, adam, sgd or lion",
+        static_cast<int>(a.optimizer));
   }
   if (has_second_moment(a.optimizer))
     FOREBAY_RETURN_IF_ERROR(check_pointer("adamw", "v", a.v, a.count, sizeof(float)));

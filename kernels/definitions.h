@@ -158,6 +158,8 @@ FOREBAY_DEVICE inline AdamWElement update_element(Optimizer optimizer, const Ada
       m = fmaf(c.beta2, m, c.a2 * g);
       break;
     }
+    case Optimizer::kAdafactor:
+      break;  // Not a rule of single elements.
   }
   return {canonical(p), canonical(m), canonical(v)};
 }

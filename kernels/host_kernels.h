@@ -58,6 +58,8 @@ void with_optimizer(Optimizer optimizer, Body&& body) {
     case Optimizer::kLion:
       body.template operator()<Optimizer::kLion>();
       break;
+    case Optimizer::kAdafactor:
+      break;  // Refused by the checks of arguments.
   }
 }
 

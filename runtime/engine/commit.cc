@@ -106,6 +106,10 @@ void Engine::Impl::agree_on_options() {
     for (const ParameterShape& parameter : unit.parameters) {
       text << parameter.name << ':' << parameter.count << ':' << parameter.group
            << (parameter.replicated ? ":replicated " : " ");
+      if (options.optimizer != Optimizer::kAdafactor) continue;
+      const FactoredShape matrices = factored_shape_of(parameter);
+      text << matrices.batches << 'x' << matrices.rows << 'x' << matrices.columns
+           << (matrices.has_rows ? ":factored " : " ");
     }
     for (const UnitShape::Tied& tied : unit.tied) text << "tied:" << tied.unit << '.' << tied.index << ' ';
     text << '\n';
@@ -217,6 +221,17 @@ Status Engine::Impl::check_budget() const {
                 budget < backend.capabilities().memory_bytes ? "; or raise the option memory" : "");
 }
 
+// Adafactor's arithmetic runs on the host.
+Status Engine::Impl::check_factored_units() const {
+  if (options.optimizer != Optimizer::kAdafactor || plan.device_units == 0 || counts_only() ||
+      backend.capabilities().host_accessible)
+    return {};
+  return Status(StatusCode::kUnsupported,
+                "optimizer adafactor updates on the host, and " + std::to_string(plan.device_units) +
+                    " units stay on " + backend.capabilities().name +
+                    "; use offload optimizer or optimizer+parameters with offload-fraction 1");
+}
+
 // The communicators of all-reduce groups and of the deciding ranks, where they are not the given one.
 void Engine::Impl::connect() {
   if (plan.options.in_groups() && ranks() > 1) {
@@ -272,6 +287,7 @@ void Engine::Impl::commit() {
     plan = value_or_throw(make_plan(model, plan_options()));
   }
   verdict = check_budget();
+  if (verdict.ok()) verdict = check_factored_units();
   agree(verdict);
   warn_of_small_buckets();
   Status allocated;
@@ -280,6 +296,10 @@ void Engine::Impl::commit() {
     place_units();
     decision = std::make_unique<Decision>(*this);
     updater = std::make_unique<Updater>(*this, *decision);
+    if (options.optimizer == Optimizer::kAdafactor) {
+      factored = std::make_unique<FactoredMoments>(*this, *decision, *updater);
+      updater->use(*factored);
+    }
     reducer = std::make_unique<Reducer>(*this, *updater);
     gatherer = std::make_unique<Gatherer>(*this);
     if (recorded()) {

@@ -31,6 +31,7 @@ Engine::Impl::~Impl() {
   gatherer.reset();
   engine_stream.close(arena.get());
   decision.reset();
+  factored.reset();
   units.clear();
   if (options.timeline != nullptr) options.timeline->release(backend);
   if (!closing.ok() && phase != Phase::kFailed)

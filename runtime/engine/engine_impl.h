@@ -24,6 +24,7 @@
 #include "runtime/engine/state/state_directory.h"
 #include "runtime/engine/step/context.h"
 #include "runtime/engine/step/decision.h"
+#include "runtime/engine/step/factored_moments.h"
 #include "runtime/engine/step/gatherer.h"
 #include "runtime/engine/step/recorder.h"
 #include "runtime/engine/step/reducer.h"
@@ -78,6 +79,7 @@ struct Engine::Impl : StepContext {
   std::uint64_t device_budget() const;
   std::uint64_t activation_room();
   Status check_budget() const;
+  Status check_factored_units() const;
 
   // --- options that commit measures (measured_options.cc); collective ---
   struct UpdateTimes {
@@ -110,6 +112,7 @@ struct Engine::Impl : StepContext {
   void describe_unit(int unit);
   void note_gaps(int unit);
   void note_segments(int unit);
+  void note_factors(int unit);
   void note_uncounted(int unit);
   void place(const StatePlacement& placement);
   void place_of_unit(const StatePlacement& placement, std::byte* address);
@@ -122,6 +125,7 @@ struct Engine::Impl : StepContext {
 
   // --- the step (step/step.cc) ---
   StepResult step(const Hyperparameters& hyperparameters);
+  void refresh_squares();
   void check_passes(const char* call);
   void check_step(const Hyperparameters& hyperparameters);
   void begin_backward_of(int unit);
@@ -255,6 +259,7 @@ struct Engine::Impl : StepContext {
     StateField field = StateField::kMaster;
     std::uint64_t begin = 0;  // Elements from the start of the section.
     std::uint64_t count = 0;
+    bool factors = false;  // Not elements: Adafactor's factors of the unit.
   };
   std::vector<SavedPart> saved_parts() const;
   std::uint64_t saved_offset(const SavedPart& part);
@@ -271,6 +276,7 @@ struct Engine::Impl : StepContext {
   void load_part(internal::SavedState& saved, const ParameterShape& parameter, const char* field,
                  std::uint64_t offset, std::span<float> values);
   void load_values(internal::SavedState& saved);
+  void load_factors(internal::SavedState& saved, int unit);
   Status local_verdict(const std::function<void()>& work) const;
 
   void check_parameter(ParameterId id, const char* call);
@@ -313,6 +319,7 @@ struct Engine::Impl : StepContext {
   // The parts of the step, from commit on.
   std::unique_ptr<Decision> decision;
   std::unique_ptr<Updater> updater;
+  std::unique_ptr<FactoredMoments> factored;  // Adafactor.
   std::unique_ptr<Reducer> reducer;
   std::unique_ptr<Gatherer> gatherer;
 

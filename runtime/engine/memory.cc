@@ -168,6 +168,7 @@ void Engine::Impl::describe_unit(int index) {
     group_count = std::max(group_count, parameter.group + 1);
   note_gaps(index);
   note_segments(index);
+  note_factors(index);
   note_uncounted(index);
   u.contributed.assign(layout(index).places.size(), false);
   u.asked = u.contributed;
@@ -194,7 +195,8 @@ void Engine::Impl::note_segments(int index) {
   const UnitLayout& unit_layout = layout(index);
   std::vector<Segment> runs;
   bool is_open = false;  // The last run goes on.
-  const bool has_fp32_master = format_of(StateField::kMaster) == MomentFormat::kFloat32;
+  const bool is_factored = options.optimizer == Optimizer::kAdafactor;
+  const bool joins = format_of(StateField::kMaster) == MomentFormat::kFloat32 && !is_factored;
   const auto end_run = [&](std::uint64_t end) {
     if (is_open) runs.back().count = end - runs.back().begin;
     is_open = false;
@@ -203,11 +205,12 @@ void Engine::Impl::note_segments(int index) {
     const UnitLayout::Place& p = unit_layout.places[i];
     const int group = shape(index).parameters[i].group;
     if (p.frozen) continue;
-    if (is_open && runs.back().group == group && !u.fixed[i] && has_fp32_master) continue;
+    if (is_open && runs.back().group == group && !u.fixed[i] && joins) continue;
     end_run(p.offset);
     if (u.fixed[i]) continue;
-    runs.push_back({p.offset, 0, group, {nullptr, 0, rounding_key(shape(index).parameters[i].name)}});
+    runs.push_back({p.offset, 0, group, {nullptr, 0, rounding_key(shape(index).parameters[i].name)}, i});
     is_open = true;
+    if (is_factored) end_run(p.offset + p.count);  // Padding has no row and no column.
   }
   end_run(unit_layout.trainable_count);
   u.segments.clear();
@@ -215,8 +218,26 @@ void Engine::Impl::note_segments(int index) {
     const std::uint64_t begin = std::max(run.begin, u.updated_begin);
     const std::uint64_t stop = std::min(run.begin + run.count, u.updated_begin + u.updated_count);
     if (begin >= stop) continue;
-    u.segments.push_back({begin - u.updated_begin, stop - begin, run.group, run.rounding});
+    u.segments.push_back({begin - u.updated_begin, stop - begin, run.group, run.rounding, run.parameter});
     u.segments.back().rounding.first = begin - run.begin;
+  }
+}
+
+// Notes the trainable parameters and the places of their factors.
+void Engine::Impl::note_factors(int index) {
+  if (options.optimizer != Optimizer::kAdafactor) return;
+  Unit& u = unit(index);
+  if (index > 0) u.squares_at = unit(index - 1).squares_at + 2 * unit(index - 1).factored.size();
+  u.factored_index.assign(layout(index).places.size(), 0);
+  std::uint64_t at = 0;
+  for (std::size_t i = 0; i < layout(index).places.size(); ++i) {
+    const UnitLayout::Place& p = layout(index).places[i];
+    if (p.frozen) continue;
+    const FactoredShape matrices = factored_shape_of(shape(index).parameters[i]);
+    u.factored_index[i] = u.factored.size();
+    u.factored.push_back({i, matrices, p.offset, at});
+    if (matrices.has_rows) u.factored.back().row_means.resize(matrices.batches);
+    at += matrices.factor_count();
   }
 }
 
@@ -271,6 +292,12 @@ void Engine::Impl::place(const StatePlacement& placement) {
     case Role::kSaved:
       saved_values = address;
       return;
+    case Role::kSquares:
+      squares = reinterpret_cast<double*>(address);
+      return;
+    case Role::kHostSquares:
+      host_squares = reinterpret_cast<double*>(address);
+      return;
     case Role::kSlot:
     case Role::kPassBuffers:
     case Role::kMoverBuffers:
@@ -300,6 +327,15 @@ void Engine::Impl::place_of_unit(const StatePlacement& placement, std::byte* add
       return;
     case Role::kHostGradients:
       u.host_gradients = address;
+      return;
+    case Role::kFactors:
+      u.factors = reinterpret_cast<float*>(address);
+      return;
+    case Role::kFactorSums:
+      u.factor_sums = reinterpret_cast<float*>(address);
+      return;
+    case Role::kHostFactorSums:
+      u.host_factor_sums = reinterpret_cast<float*>(address);
       return;
     case Role::kTrainableSlice:
       u.trainable_slice = place_range(placement, address);

@@ -32,6 +32,7 @@ struct ToyParameter {
   int group = 0;
   bool frozen = false;
   bool replicated = false;
+  std::vector<std::uint64_t> shape = {};  // Empty: not declared.
 };
 struct ToyUnit {
   std::vector<ToyParameter> parameters;
@@ -140,6 +141,7 @@ class ToyTrainer {
       for (const ToyParameter& parameter : unit.parameters) {
         ids_.push_back(engine_.add_parameter(id, "p" + std::to_string(number++), parameter.count,
                                              parameter.group, parameter.frozen, parameter.replicated));
+        if (!parameter.shape.empty()) engine_.declare_shape(ids_.back(), parameter.shape);
       }
       for (const UnitShape::Tied& tied : unit.tied) engine_.tie(id, {tied.unit, tied.index});
     }
@@ -443,6 +445,106 @@ inline void keep_moments(MomentFormat format, std::uint64_t t, std::vector<float
   }
 }
 
+// A parameter as Adafactor divides it over ranks.
+struct AdafactorParameter {
+  std::vector<std::uint64_t> shape;
+  std::size_t place;  // Its first element in the unit.
+  std::size_t slice;  // Elements of the unit that one rank owns.
+  int ranks;
+};
+
+// One step of Adafactor from g, which is unscaled and clipped. `factors`: rows, then columns.
+inline void reference_adafactor(const AdafactorParameter& q, const std::vector<float>& g, double t,
+                                const GroupHyperparameters& group, std::vector<float>& factors,
+                                std::vector<float>& master) {
+  const std::size_t count = g.size();
+  const bool has_rows = q.shape.size() >= 2;
+  const std::size_t columns = has_rows ? q.shape.back() : count;
+  const std::size_t rows = has_rows ? q.shape[q.shape.size() - 2] : 1;
+  const std::size_t batches = count / (rows * columns), row_count = has_rows ? batches * rows : 0;
+  factors.resize(row_count + batches * columns);
+  const auto owner = [&](std::size_t i) { return static_cast<int>((q.place + i) / q.slice); };
+  const auto fold = [](double* lanes) {
+    for (int half = 8; half > 0; half /= 2) {
+      for (int lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
+    }
+    return lanes[0];
+  };
+  const auto square = [](float value) { return static_cast<double>(value) * value; };
+  std::vector<float> sums(factors.size());
+  for (int r = 0; r < q.ranks; ++r) {
+    const auto add = [&](std::size_t at, double partial) {
+      const float rounded = static_cast<float>(partial);
+      sums[at] = r == 0 ? rounded : sums[at] + rounded;
+    };
+    for (std::size_t row = 0; row < row_count; ++row) {
+      double lanes[16] = {};
+      for (std::size_t j = 0; j < columns; ++j) {
+        if (owner(row * columns + j) == r) lanes[j % 16] += square(g[row * columns + j]);
+      }
+      add(row, fold(lanes));
+    }
+    for (std::size_t matrix = 0; matrix < batches; ++matrix) {
+      for (std::size_t j = 0; j < columns; ++j) {
+        double total = 0;
+        for (std::size_t band = 0; band < rows; band += 256) {
+          double sum = 0;
+          for (std::size_t row = band; row < std::min(rows, band + 256); ++row) {
+            const std::size_t i = (matrix * rows + row) * columns + j;
+            if (owner(i) == r) sum += square(g[i]);
+          }
+          total += sum;
+        }
+        add(row_count + matrix * columns + j, total);
+      }
+    }
+  }
+  const auto weight = static_cast<float>(std::pow(t, -0.8));
+  for (std::size_t k = 0; k < factors.size(); ++k) {
+    const float mean = sums[k] / static_cast<float>(k < row_count ? columns : rows);
+    factors[k] = std::fma(weight, mean - factors[k], factors[k]);
+  }
+  constexpr float kEpsilon = 0x1p-23f;
+  std::vector<float> u(count);
+  for (std::size_t matrix = 0; matrix < batches; ++matrix) {
+    double lanes[16] = {};
+    for (std::size_t row = 0; has_rows && row < rows; ++row) lanes[row % 16] += factors[matrix * rows + row];
+    const auto mean = static_cast<float>(fold(lanes) / static_cast<double>(rows));
+    for (std::size_t row = 0; row < rows; ++row) {
+      for (std::size_t j = 0; j < columns; ++j) {
+        const std::size_t i = (matrix * rows + row) * columns + j;
+        float moment = factors[row_count + matrix * columns + j];
+        if (has_rows) moment = factors[matrix * rows + row] / std::max(mean, kEpsilon) * moment;
+        u[i] = g[i] / std::sqrt(std::max(moment, kEpsilon * kEpsilon));
+      }
+    }
+  }
+  const auto sum_of_squares = [&](const std::vector<float>& values) {
+    double all = 0;
+    for (int r = 0; r < q.ranks; ++r) {
+      double sum = 0;
+      for (std::size_t leaf = q.place / 512 * 512; leaf < q.place + count; leaf += 512) {
+        if (static_cast<int>(leaf / q.slice) != r) continue;
+        double lanes[16] = {};
+        for (std::size_t at = std::max(leaf, q.place); at < std::min(leaf + 512, q.place + count); ++at)
+          lanes[at % 16] += square(values[at - q.place]);
+        sum += fold(lanes);
+      }
+      all += sum;
+    }
+    return all;
+  };
+  const auto all = static_cast<double>(count);
+  const double alpha =
+      std::max(1e-3, std::sqrt(sum_of_squares(master) / all)) * std::min(group.lr, 1.0 / std::sqrt(t));
+  const float step = -static_cast<float>(alpha / std::max(1.0, std::sqrt(sum_of_squares(u) / all)));
+  const float decay = -(static_cast<float>(group.lr) * static_cast<float>(group.weight_decay));
+  for (std::size_t i = 0; i < count; ++i) {
+    master[i] = std::fma(decay, master[i], master[i]);
+    master[i] = std::fma(step, u[i], master[i]);
+  }
+}
+
 inline double reference_pairs(std::vector<double> values) {
   if (values.empty()) return 0.0;
   while (values.size() > 1) {
@@ -461,6 +563,8 @@ inline ToyResult reference_toy(const ToyOptions& options) {
     int unit;
     ToyParameter shape;
     std::vector<float> master, m, v, average;
+    std::size_t place = 0;  // In the trainable section.
+    std::vector<float> factors = {};
   };
   const bool own_master = !options.engine.master_weights;
   const auto alignment = static_cast<std::size_t>(parameter_alignment(options.engine));
@@ -479,6 +583,14 @@ inline ToyResult reference_toy(const ToyOptions& options) {
       p.v.assign(shape.count, 0.0f);
       parameters.push_back(p);
     }
+  }
+  std::vector<std::size_t> section_end(options.units.size(), 0);
+  for (Parameter& p : parameters) {
+    if (p.shape.frozen) continue;
+    std::size_t& end = section_end[static_cast<std::size_t>(p.unit)];
+    end = (end + alignment - 1) / alignment * alignment;
+    p.place = end;
+    end += p.shape.count;
   }
   double loss_scale = type == DataType::kFloat16 ? options.engine.loss_scale.initial : 1.0;
   int growth = 0;
@@ -638,7 +750,17 @@ inline ToyResult reference_toy(const ToyOptions& options) {
       const auto c1 = static_cast<float>(1.0 - std::pow(wide_beta1, t));
       const auto s2 = static_cast<float>(std::sqrt(1.0 - std::pow(wide_beta2, t)));
       const auto eps = static_cast<float>(group.epsilon.value_or(options.engine.epsilon));
-      for (std::uint64_t i = 0; i < p.shape.count; ++i) {
+      const bool is_factored = options.engine.optimizer == Optimizer::kAdafactor;
+      if (is_factored) {
+        std::vector<float> g = sums[q];
+        for (float& value : g) value *= factor;
+        const std::size_t granule = 512 * static_cast<std::size_t>(n);
+        const std::size_t section =
+            (section_end[static_cast<std::size_t>(p.unit)] + granule - 1) / granule * granule;
+        reference_adafactor({p.shape.shape, p.place, section / static_cast<std::size_t>(n), n}, g, t, group,
+                            p.factors, p.master);
+      }
+      for (std::uint64_t i = 0; i < p.shape.count && !is_factored; ++i) {
         float g = sums[q][i] * factor;
         float w = p.master[i];
         const Optimizer optimizer = options.engine.optimizer;

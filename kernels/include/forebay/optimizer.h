@@ -34,17 +34,29 @@ enum class Optimizer : std::uint8_t {
   // m = fma(beta2, m, a2 * g)
   // Source: Chen et al., arXiv 2302.06675.
   kLion,
+  // A second moment in factors, by row and by column, and steps in proportion to the parameter. No m and no
+  // v:
+  // host_adafactor.h has its arithmetic, which is not one of single elements.
+  // Source: Shazeer and Stern, arXiv 1804.04235, in the form that PyTorch has.
+  kAdafactor,
 };
+// The optimizers that update each element by itself: those of Kernels. They come first.
 inline constexpr int kOptimizerCount = 4;
+inline constexpr int kAllOptimizerCount = 5;
 
-// Whether the optimizer has a second moment v.
+// Whether the optimizer has a first moment m.
+FOREBAY_DEVICE constexpr bool has_first_moment(Optimizer optimizer) noexcept {
+  return optimizer != Optimizer::kAdafactor;
+}
+
+// Whether the optimizer has a second moment v for each element.
 FOREBAY_DEVICE constexpr bool has_second_moment(Optimizer optimizer) noexcept {
   return optimizer == Optimizer::kAdamW || optimizer == Optimizer::kAdam;
 }
 
-// "adamw", "adam", "sgd" or "lion": the words of options and reports.
+// "adamw", "adam", "sgd", "lion" or "adafactor": the words of options and reports.
 constexpr const char* optimizer_name(Optimizer optimizer) noexcept {
-  constexpr const char* kNames[kOptimizerCount] = {"adamw", "adam", "sgd", "lion"};
+  constexpr const char* kNames[kAllOptimizerCount] = {"adamw", "adam", "sgd", "lion", "adafactor"};
   return kNames[static_cast<int>(optimizer)];
 }
 

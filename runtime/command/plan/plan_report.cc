@@ -74,7 +74,8 @@ bool is_own_master(const PlanOptions& options) {
 
 // Master, moments and moving average, without the exponents of block8.
 std::uint64_t state_width(const PlanOptions& options) {
-  const std::uint64_t moments = has_second_moment(options.optimizer) ? 2 : 1;
+  const std::uint64_t moments =
+      (has_first_moment(options.optimizer) ? 1 : 0) + (has_second_moment(options.optimizer) ? 1 : 0);
   return (is_own_master(options) ? element_bytes(options.dtype) : 4) +
          moments * moment_bytes(options.moments, 1) + (options.ema > 0 ? 4 : 0);
 }

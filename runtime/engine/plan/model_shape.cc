@@ -36,10 +36,10 @@ class UnitBuilder {
 
   // Whole on every rank.
   void matrix(const std::string& name, std::uint64_t rows, std::uint64_t columns) {
-    add(name + ".weight", rows * columns, kDecay, /*replicated=*/true);
+    add(name + ".weight", {rows, columns}, kDecay, /*replicated=*/true);
   }
   void vector(const std::string& name, std::uint64_t count) {
-    add(name, count, kNoDecay, /*replicated=*/true);
+    add(name, {count}, kNoDecay, /*replicated=*/true);
   }
   // With biases.
   void layer_norm(const std::string& name, std::uint64_t count) {
@@ -49,16 +49,16 @@ class UnitBuilder {
 
   // One row for each token.
   void embedding(const std::string& name, std::uint64_t tokens, std::uint64_t columns) {
-    add(name + ".weight", ceil_div(tokens, ranks_) * columns, kDecay, /*replicated=*/false);
+    add(name + ".weight", {ceil_div(tokens, ranks_), columns}, kDecay, /*replicated=*/false);
   }
   // Partitioned by columns, the bias too. This rank has `outputs` columns.
   void by_columns(const std::string& name, std::uint64_t inputs, std::uint64_t outputs, bool bias) {
-    add(name + ".weight", inputs * outputs, kDecay, /*replicated=*/false);
-    if (bias) add(name + ".bias", outputs, kNoDecay, /*replicated=*/false);
+    add(name + ".weight", {inputs, outputs}, kDecay, /*replicated=*/false);
+    if (bias) add(name + ".bias", {outputs}, kNoDecay, /*replicated=*/false);
   }
   // Partitioned by rows, the bias whole. This rank has `inputs` rows.
   void by_rows(const std::string& name, std::uint64_t inputs, std::uint64_t outputs, bool bias) {
-    add(name + ".weight", inputs * outputs, kDecay, /*replicated=*/false);
+    add(name + ".weight", {inputs, outputs}, kDecay, /*replicated=*/false);
     if (bias) vector(name + ".bias", outputs);
   }
 
@@ -66,9 +66,14 @@ class UnitBuilder {
   UnitShape& unit() { return unit_; }
 
  private:
-  void add(const std::string& name, std::uint64_t count, int group, bool replicated) {
-    unit_.parameters.push_back(
-        {.name = prefix_ + name, .count = count, .group = group, .replicated = replicated});
+  void add(const std::string& name, std::vector<std::uint64_t> shape, int group, bool replicated) {
+    std::uint64_t count = 1;
+    for (const std::uint64_t extent : shape) count *= extent;
+    unit_.parameters.push_back({.name = prefix_ + name,
+                                .count = count,
+                                .group = group,
+                                .replicated = replicated,
+                                .shape = std::move(shape)});
   }
 
   std::string prefix_;

@@ -47,6 +47,7 @@ std::uint64_t saved_bytes(const Plan& plan) {
       bytes += kept_bytes(state_format(plan.options, field), slice);
     bytes += element_bytes(plan.options.dtype) * layout.frozen_slice(plan.options.ranks);
   }
+  for (const std::uint64_t count : plan.factor_counts) bytes += count * sizeof(float);
   return bytes;
 }
 
@@ -71,6 +72,7 @@ class Placer {
       place_parameters(unit);
       place_gradients(unit);
       place_states(unit);
+      place_factors(unit);
       if (!plan_.is_offloaded(unit)) continue;
       place_host_gradients(unit);
       if (plan_.offloads_parameters()) place_offloaded_parameters(unit);
@@ -95,12 +97,19 @@ class Placer {
 
   void place_buckets() {
     const std::uint64_t units = plan_.deciding_units();
+    const std::uint64_t factor_bytes =
+        plan_.factor_counts.empty()
+            ? 0
+            : *std::max_element(plan_.factor_counts.begin(), plan_.factor_counts.end()) * sizeof(float);
+    const auto ranks = static_cast<std::uint64_t>(options_.ranks);
     add(Role::kReceive, Pool::kBuckets,
-        round_up(std::max(bucket_staging_bytes(options_, plan_.bucket_columns),
-                          decision_bytes(plan_.deciding_ranks(), units)),
+        round_up(std::max({bucket_staging_bytes(options_, plan_.bucket_columns),
+                           decision_bytes(plan_.deciding_ranks(), units), ranks == 1 ? 0 : factor_bytes}),
                  kBlockGranule));
-    const std::uint64_t sum_bytes = round_up(
-        std::max(plan_.bucket_columns * sizeof(float), norm_scratch_bytes(model_, plan_)), kBlockGranule);
+    const std::uint64_t sum_bytes =
+        round_up(std::max({plan_.bucket_columns * sizeof(float), norm_scratch_bytes(model_, plan_),
+                           factor_bytes / ranks}),
+                 kBlockGranule);
     for (std::size_t i = 0; i < kBucketsInFlight; ++i)
       add(Role::kBucketSum, Pool::kBuckets, sum_bytes, static_cast<int>(i));
     const auto shards = static_cast<std::uint64_t>(options_.shards());
@@ -108,6 +117,11 @@ class Placer {
     const std::uint64_t norm_bytes = units * sizeof(double);
     add(Role::kNorms, Pool::kBuckets, norm_bytes);
     add(Role::kControl, Pool::kBuckets, round_up(record_bytes(units), kBlockGranule) - norm_bytes);
+    if (plan_.square_count == 0) return;
+    const std::uint64_t square_bytes =
+        round_up((ranks + 1) * plan_.square_count * sizeof(double), kBlockGranule);
+    add(Role::kSquares, Pool::kBuckets, square_bytes);
+    add(Role::kHostSquares, Pool::kHost, square_bytes);
   }
 
   // Gradients of offloaded units leave the device from here: as slices, or as the fp32 sums of buckets where
@@ -165,6 +179,16 @@ class Placer {
           pool == Pool::kFiles ? stored_bytes(format, count, plan_.piece_count) : kept_bytes(format, count),
           unit);
     }
+  }
+
+  void place_factors(int unit) {
+    if (plan_.factor_counts.empty()) return;
+    const std::uint64_t bytes = plan_.factor_counts[static_cast<std::size_t>(unit)] * sizeof(float);
+    if (bytes == 0) return;
+    const bool offloaded = plan_.is_offloaded(unit);
+    add(Role::kFactors, offloaded ? Pool::kHost : Pool::kOptimizer, bytes, unit);
+    add(Role::kFactorSums, Pool::kOptimizer, bytes, unit);
+    if (offloaded) add(Role::kHostFactorSums, Pool::kHost, bytes, unit);
   }
 
   void place_host_gradients(int unit) {

@@ -93,6 +93,34 @@ Status check_model(const ModelShape& model) {
   return Status();
 }
 
+// Adafactor takes sums over whole rows and columns.
+Status check_factored(const ModelShape& model) {
+  for (const UnitShape& unit : model.units) {
+    for (const ParameterShape& parameter : unit.parameters) {
+      if (!parameter.split || parameter.split->parts == 1 || parameter.frozen) continue;
+      return Status(StatusCode::kUnsupported,
+                    "parameter " + parameter.name +
+                        " is split over tensor-parallel ranks, and optimizer adafactor needs whole rows and "
+                        "columns; use another optimizer, or no tensor parallelism");
+    }
+  }
+  return {};
+}
+
+void count_factors(const ModelShape& model, Plan& plan) {
+  if (plan.options.optimizer != Optimizer::kAdafactor) return;
+  const std::uint64_t granule = static_cast<std::uint64_t>(plan.options.ranks) * kFactorGranule;
+  for (const UnitShape& unit : model.units) {
+    std::uint64_t count = 0;
+    for (const ParameterShape& parameter : unit.parameters) {
+      if (parameter.frozen) continue;
+      count += factored_shape_of(parameter).factor_count();
+      plan.square_count += 2;
+    }
+    plan.factor_counts.push_back(round_up(count, granule));
+  }
+}
+
 UnitLayout lay_out(const UnitShape& unit, int ranks, std::uint64_t alignment) {
   UnitLayout layout;
   std::uint64_t end[2] = {0, 0};  // Trainable section, frozen section.
@@ -391,6 +419,18 @@ std::uint64_t decision_sent_bytes(const ModelShape& model, const Plan& plan) {
   return doubles * sizeof(double);
 }
 
+// Bytes that one rank sends for Adafactor: a reduce-scatter and an all-gather of each unit's sums, two sums
+// of each parameter, and the last gather before the vote.
+std::uint64_t factors_sent_bytes(const Plan& plan) {
+  if (plan.options.optimizer != Optimizer::kAdafactor) return 0;
+  const auto ranks = static_cast<std::uint64_t>(plan.options.ranks);
+  const auto deciders = static_cast<std::uint64_t>(plan.deciding_ranks());
+  std::uint64_t bytes = ((ranks - 1) * plan.square_count + (deciders - 1)) * sizeof(double);
+  for (const std::uint64_t count : plan.factor_counts)
+    bytes += 2 * (ranks - 1) * (count / ranks) * sizeof(float);
+  return bytes;
+}
+
 // A rank receives as much as it sends: each collective hands every other rank a slice.
 Status count_wire(const ModelShape& model, const Gathered& gathered, Plan& plan) {
   const PlanOptions& options = plan.options;
@@ -401,7 +441,7 @@ Status count_wire(const ModelShape& model, const Gathered& gathered, Plan& plan)
   const Wide gathers = options.stage == 3 ? gathered.all : trainable / shards;
   const Wide sent = Wide{reductions} * reduced_bytes(options, trainable) +
                     (shards - 1) * gathers * element_bytes(options.dtype) + shared_sent_bytes(model, plan) +
-                    decision_sent_bytes(model, plan);
+                    decision_sent_bytes(model, plan) + factors_sent_bytes(plan);
   FOREBAY_RETURN_IF_ERROR(narrow(sent, "sent by a rank", options, &plan.wire_per_step.sent));
   plan.wire_per_step.received = plan.wire_per_step.sent;
   return {};
@@ -463,9 +503,11 @@ std::uint64_t ModelShape::parameter_count() const {
 Result<Plan> make_plan(const ModelShape& model, const PlanOptions& options) {
   FOREBAY_RETURN_IF_ERROR(check_options(options));
   FOREBAY_RETURN_IF_ERROR(check_model(model));
+  if (options.optimizer == Optimizer::kAdafactor) FOREBAY_RETURN_IF_ERROR(check_factored(model));
 
   Plan plan;
   plan.options = options;
+  count_factors(model, plan);
   for (const UnitShape& unit : model.units)
     plan.layouts.push_back(lay_out(unit, options.ranks, parameter_alignment(options)));
   std::optional<UnitOrder> order;

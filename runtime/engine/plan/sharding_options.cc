@@ -29,7 +29,8 @@ constexpr const char* kWithin[] = {"all", "group"};
 constexpr const char* kOffloads[] = {"none", "optimizer", "optimizer+parameters"};
 constexpr const char* kTiers[] = {"cpu", "nvme"};
 constexpr const char* kOptimizers[] = {optimizer_name(Optimizer::kAdamW), optimizer_name(Optimizer::kAdam),
-                                       optimizer_name(Optimizer::kSgd), optimizer_name(Optimizer::kLion)};
+                                       optimizer_name(Optimizer::kSgd), optimizer_name(Optimizer::kLion),
+                                       optimizer_name(Optimizer::kAdafactor)};
 constexpr const char* kMoments[] = {moment_format_name(MomentFormat::kFloat32),
                                     moment_format_name(MomentFormat::kBfloat16),
                                     moment_format_name(MomentFormat::kBlock8)};
@@ -254,8 +255,8 @@ constexpr OptionRow kTable[] = {
      .words = kSwitch},
     {.name = "optimizer",
      .heading = kSharding,
-     .help = "adamw; adam, with weight decay as an L2 term; sgd, with momentum beta1; lion. sgd and lion "
-             "keep no v",
+     .help = "adamw; adam, with weight decay as an L2 term; sgd, with momentum beta1; lion; adafactor. "
+             "sgd and lion keep no v; adafactor keeps v in factors, by row and by column, and no m",
      .programs = kTraining,
      .member = &ShardingOptions::optimizer,
      .words = kOptimizers,
@@ -470,6 +471,24 @@ std::string shared_text(const OptionRow& row, const ShardingOptions& options) {
   return row.words.empty() ? value_text(row, options) : member_text(row, options);
 }
 
+Status check_adafactor(const ShardingOptions& options) {
+  if (options.moments != MomentFormat::kFloat32) {
+    return refuse(std::string("moments is ") + moment_format_name(options.moments) +
+                  ", and optimizer adafactor keeps its few factors in fp32; use moments fp32");
+  }
+  if (options.shard_within_group) {
+    return refuse(
+        "shard-within is group, and optimizer adafactor adds its sums over all ranks; use shard-within all");
+  }
+  if (options.offload_auto) {
+    return refuse(
+        "offload-fraction is auto, which measures updates of single elements, and optimizer is adafactor; "
+        "give "
+        "a fraction");
+  }
+  return {};
+}
+
 }  // namespace
 
 Span<const OptionRow> sharding_option_table() noexcept {
@@ -569,6 +588,7 @@ Status check_sharding_options(const ShardingOptions& options) {
     return refuse(std::string("master-weights is off, and dtype is ") + data_type_name(options.dtype) +
                   "; only bf16 parameters can be their own masters, so use dtype bf16, or master-weights on");
   }
+  if (options.optimizer == Optimizer::kAdafactor) FOREBAY_RETURN_IF_ERROR(check_adafactor(options));
   if (options.order_of_units == OrderOfUnits::kStrict && !options.recorded_order.empty())
     return refuse("order-of-units is strict with a recorded order; use recorded");
   if (options.order_of_units == OrderOfUnits::kRecorded && options.forwards_ahead > 0) {

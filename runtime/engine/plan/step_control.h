@@ -7,7 +7,9 @@
 #include <string_view>
 #include <vector>
 
+#include "forebay/host_adafactor.h"
 #include "forebay/kernels.h"
+#include "forebay/plan.h"
 #include "forebay/sharding_options.h"
 #include "forebay/units.h"
 
@@ -47,6 +49,7 @@ inline constexpr StateField kStateFieldsInOrder[kStateFieldCount] = {StateField:
 
 // Whether the options have the state.
 inline bool has_state(const ShardingOptions& options, StateField field) {
+  if (field == StateField::kM) return has_first_moment(options.optimizer);
   if (field == StateField::kV) return has_second_moment(options.optimizer);
   return field != StateField::kAverage || options.ema > 0.0;
 }
@@ -120,6 +123,16 @@ inline std::uint64_t rounding_key(std::string_view name) {
 // Doubles that a rank sends in step() beside a flag for each unit that it used: its metric, its wish to stop,
 // and a fingerprint of the values that must be the same on every rank.
 inline constexpr std::uint64_t kStepFacts = 3;
+
+// Adafactor: a rank's slice of a unit's sums has a multiple of this many elements, so that every access is
+// aligned.
+inline constexpr std::uint64_t kFactorGranule = 128;
+
+inline FactoredShape factored_shape_of(const ParameterShape& parameter) {
+  const bool has_split = parameter.split && parameter.split->parts == 1;
+  const std::vector<std::uint64_t>& shape = has_split ? parameter.split->shape : parameter.shape;
+  return factored_shape({shape.data(), shape.size()}, parameter.count);
+}
 
 // Scratch for the leaves of the norm of `count` elements.
 inline std::uint64_t leaf_bytes(std::uint64_t count) {

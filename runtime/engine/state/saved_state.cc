@@ -97,6 +97,7 @@ void SavedState::list_tensors() {
     names_.push_back(name);
     Tensor& tensor = found->second;
     tensor.places = TensorPlaces(whole_number(entry, "count"));
+    tensor.is_factors = entry.contains("factors");
     for (const Json& extent : entry.at("shape"))
       tensor.shape.push_back(extent.get_ref<const Json::number_unsigned_t&>());
     if (entry.contains("split")) {

@@ -33,6 +33,7 @@ class SavedState {
     TensorPlaces places;
     std::vector<std::uint64_t> shape;  // The whole tensor's dimensions; empty: not declared.
     bool is_split = false;
+    bool is_factors = false;  // Not a parameter (StateParameter::factors).
 
     struct Piece {
       std::size_t file = 0;

@@ -91,8 +91,10 @@ struct SavedStateReader::Impl {
       for (const Json& file : manifest.at("files"))
         facts.files.push_back({file.at("name").get<std::string>(), whole_number(file, "bytes")});
       if (whole_number(manifest, "format") > 1) {
-        for (const std::string& parameter : state.names())
-          add_shape(add(parameter), state.tensors().at(parameter).shape);
+        for (const std::string& parameter : state.names()) {
+          const SavedState::Tensor& tensor = state.tensors().at(parameter);
+          if (!tensor.is_factors) add_shape(add(parameter), tensor.shape);
+        }
       } else if (manifest.contains("parameters")) {
         for (const Json& entry : manifest.at("parameters")) read_parameter(entry);
       } else {
@@ -101,7 +103,10 @@ struct SavedStateReader::Impl {
     } catch (const Json::exception& error) {
       corrupt(std::string("its manifest is not as it was written: ") + error.what());
     }
-    if (facts.parameters.size() != state.tensors().size())
+    const auto others =
+        static_cast<std::size_t>(std::count_if(state.tensors().begin(), state.tensors().end(),
+                                               [](const auto& tensor) { return tensor.second.is_factors; }));
+    if (facts.parameters.size() + others != state.tensors().size())
       corrupt("its manifest lists " + std::to_string(facts.parameters.size()) +
               " parameters, and its files have " + std::to_string(state.tensors().size()));
   }
@@ -120,11 +125,12 @@ struct SavedStateReader::Impl {
   SavedParameter& add(const std::string& name) {
     const std::uint64_t count = state.tensors().at(name).places.count();
     const bool has_m = state.has(name, field_name(SavedField::kM));
+    const bool has_factors = state.tensors().contains(name + internal::kFactorsName);
     return facts.parameters.emplace_back(
         SavedParameter{.name = name,
                        .count = count,
                        .shape = {count},
-                       .frozen = !has_m && !facts.weights_only,
+                       .frozen = !has_m && !has_factors && !facts.weights_only,
                        .has_m = has_m,
                        .has_v = state.has(name, field_name(SavedField::kV)),
                        .has_average = state.has(name, field_name(SavedField::kAverage))});
@@ -178,16 +184,25 @@ void SavedStateReader::verify(const std::function<void(std::uint64_t, std::uint6
   std::uint64_t all = 0;
   for (const SavedParameter& parameter : impl_->facts.parameters) all += parameter.bytes();
   std::uint64_t done = 0;
+  const auto count = [&](std::uint64_t elements) {
+    done += elements * sizeof(float);
+    progress(done, all);
+  };
+  for (const auto& [name, tensor] : impl_->state.tensors()) {
+    if (tensor.is_factors) all += tensor.places.count() * sizeof(float);
+  }
+  for (const auto& [name, tensor] : impl_->state.tensors()) {
+    if (!tensor.is_factors) continue;
+    impl_->state.visit(name, field_name(SavedField::kV), kPieceCount,
+                       [&](std::span<const float> piece) { count(piece.size()); });
+  }
   for (const SavedParameter& parameter : impl_->facts.parameters) {
     for (const SavedField field :
          {SavedField::kMaster, SavedField::kM, SavedField::kV, SavedField::kAverage}) {
       if (!parameter.has_m && field == SavedField::kM) continue;
       if (!parameter.has_v && field == SavedField::kV) continue;
       if (!parameter.has_average && field == SavedField::kAverage) continue;
-      read(parameter, field, [&](Span<const float> piece) {
-        done += piece.size() * sizeof(float);
-        progress(done, all);
-      });
+      read(parameter, field, [&](Span<const float> piece) { count(piece.size()); });
     }
   }
 }

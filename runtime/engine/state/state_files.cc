@@ -192,6 +192,7 @@ Json described(const StateParameter& parameter) {
                {"count", parameter.count},
                {"shape", parameter.shape},
                {"frozen", parameter.frozen}};
+  if (parameter.factors) json["factors"] = true;
   if (const auto& split = parameter.split) {
     json["part"] = split->part;
     json["split"] = {{"shape", split->shape},
@@ -331,6 +332,7 @@ std::size_t PlaceList::find(const Json& description, const std::string& file) {
                 {"count", description.at("count")},
                 {"shape", description.at("shape")},
                 {"frozen", description.at("frozen")}};
+  if (description.contains("factors")) whole["factors"] = true;
   TensorPlaces places(whole_number(description, "count"));
   if (description.contains("split")) {
     Json split = description.at("split");
@@ -415,7 +417,9 @@ void PlaceList::check(const std::string& name, const TensorPlaces& places, const
 void PlaceList::check() const {
   for (const Parameter& parameter : parameters_) {
     for (std::size_t f = 0; f < std::size(kStateFields); ++f) {
-      if (f > 0 && parameter.saved[f].empty()) continue;
+      const bool is_needed =
+          parameter.description.contains("factors") ? static_cast<int>(f) == kFieldOfFactors : f == 0;
+      if (!is_needed && parameter.saved[f].empty()) continue;
       check(parameter.description.at("name").get<std::string>(), parameter.places, kStateFields[f],
             parameter.saved[f]);
     }

@@ -40,6 +40,9 @@
 namespace forebay::internal {
 
 inline constexpr const char* kStateFields[] = {"master", "m", "v", "average"};
+// Adafactor: the factors of parameter NAME are field v of "NAME/factors".
+inline constexpr const char* kFactorsName = "/factors";
+inline constexpr int kFieldOfFactors = 2;
 inline constexpr const char* kManifest = "manifest.json";
 
 inline constexpr std::size_t kMostStateName = 32;  // With the null character.
@@ -77,6 +80,7 @@ struct StateParameter {
   std::vector<std::uint64_t> shape;  // Dimensions of the rank's part; empty: not declared.
   bool frozen = false;
   std::optional<TensorSplit> split;
+  bool factors = false;  // Not a parameter: Adafactor's factors of one, with a field v alone.
 };
 
 // A run of one field of one parameter.

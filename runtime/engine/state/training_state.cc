@@ -89,6 +89,9 @@ std::vector<std::byte> check_model(const ModelShape& model, const SavedState& sa
   std::map<std::string, std::size_t> places;
   for (const auto& [name, tensor] : saved.tensors()) places.emplace(name, places.size());
   std::vector<std::byte> known(places.size());
+  for (const auto& [name, tensor] : saved.tensors()) {
+    if (tensor.is_factors) known[places.at(name)] = std::byte{1};
+  }
   for (const UnitShape& unit : model.units) {
     for (const ParameterShape& parameter : unit.parameters) {
       check_parameter_of(parameter, saved);
@@ -222,7 +225,7 @@ void Engine::Impl::begin_save(const std::string& directory, const std::string& t
     std::size_t next = 0;
     write_values(std::move(file), saves_grid, [&](const SavedPart& part, std::vector<float>& memory) {
       const std::byte* const copied = saved_targets[next++];
-      const MomentFormat format = format_of(part.field);
+      const MomentFormat format = part.factors ? MomentFormat::kFloat32 : format_of(part.field);
       if (part.frozen) {
         memory = widen(options.dtype, {copied, part.count * element()});
       } else if (format == MomentFormat::kFloat32) {
@@ -262,6 +265,10 @@ std::vector<Engine::Impl::SavedPart> Engine::Impl::saved_parts() const {
       parts.push_back({index, false, field, number * slice, slice});
     const std::uint64_t frozen = layout(index).frozen_slice(ranks());
     if (frozen > 0) parts.push_back({index, true, StateField::kMaster, number * frozen, frozen});
+    // All ranks have the same factors.
+    const std::uint64_t factors =
+        plan.factor_counts.empty() ? 0 : plan.factor_counts[static_cast<std::size_t>(index)];
+    if (factors > 0 && rank() == 0) parts.push_back({index, false, StateField::kV, 0, factors, true});
   }
   return parts;
 }
@@ -279,7 +286,9 @@ void Engine::Impl::describe_copies() {
   for (const SavedPart& part : saved_parts()) {
     describe_copies(part, target);
     saved_targets.push_back(target);
-    target += part.frozen ? part.count * element() : kept_bytes(format_of(part.field), part.count);
+    target += part.frozen    ? part.count * element()
+              : part.factors ? part.count * sizeof(float)
+                             : kept_bytes(format_of(part.field), part.count);
   }
 }
 
@@ -295,6 +304,18 @@ void Engine::Impl::describe_copies(const SavedPart& part, std::byte* target) {
     } else {
       copy.device = options.stage < 3 ? u.parameters + layout(part.unit).trainable_count * element()
                                       : u.parameter_shard + plan.slice_count(part.unit) * element();
+    }
+    saved_copies.push_back(copy);
+    return;
+  }
+  if (part.factors) {
+    auto* const factors = reinterpret_cast<std::byte*>(u.factors);
+    copy.target = target;
+    copy.bytes = part.count * sizeof(float);
+    if (u.offloaded) {
+      copy.range.host = factors;
+    } else {
+      copy.device = factors;
     }
     saved_copies.push_back(copy);
     return;
@@ -328,6 +349,11 @@ void Engine::Impl::describe_copies(const SavedPart& part, std::byte* target) {
 
 std::span<const float> Engine::Impl::read_part(const SavedPart& part, std::vector<float>& memory) {
   memory.resize(part.count);
+  if (part.factors) {
+    copy_out(memory.data(), reinterpret_cast<const std::byte*>(unit(part.unit).factors),
+             part.count * sizeof(float));
+    return memory;
+  }
   if (!part.frozen) {
     read_state(part.unit, part.field, saved_offset(part) / sizeof(float), memory);
     return memory;
@@ -361,16 +387,39 @@ void Engine::Impl::write_values(internal::StateFile target, bool saves_grid, con
       parameters.push_back(
           {p.name, p.count, p.shape, p.frozen, saves_grid ? p.split : std::optional<TensorSplit>()});
   }
+  // Adafactor: then the factors of each.
+  std::vector<std::size_t> first_factors_of_unit;
+  for (const Unit& u : units) {
+    first_factors_of_unit.push_back(parameters.size());
+    for (const Factored& p : u.factored) {
+      const std::size_t at = first_of_unit[first_factors_of_unit.size() - 1] + p.parameter;
+      parameters.push_back({.name = parameters[at].name + internal::kFactorsName,
+                            .count = p.shape.factor_count(),
+                            .factors = true});
+    }
+  }
   const std::vector<SavedPart> saved = saved_parts();
   std::vector<internal::StateRun> runs;
   std::vector<std::vector<std::uint64_t>> begins(saved.size());  // The runs of each part.
   for (std::size_t i = 0; i < saved.size(); ++i) {
     const SavedPart& part = saved[i];
+    const auto number = static_cast<std::size_t>(part.unit);
+    if (part.factors) {
+      const std::vector<Factored>& factored_of_unit = units[number].factored;
+      for (std::size_t k = 0; k < factored_of_unit.size(); ++k) {
+        const Factored& p = factored_of_unit[k];
+        if (saves_grid && !saves(part.unit, shape(part.unit).parameters[p.parameter])) continue;
+        runs.push_back(
+            {first_factors_of_unit[number] + k, internal::kFieldOfFactors, 0, p.shape.factor_count()});
+        begins[i].push_back(p.factors_at);
+      }
+      continue;
+    }
     for (const SectionPart& run :
          parts_of(layout(part.unit), part.frozen, part.begin, part.begin + part.count)) {
       if (saves_grid && !saves(part.unit, shape(part.unit).parameters[run.parameter])) continue;
-      runs.push_back({first_of_unit[static_cast<std::size_t>(part.unit)] + run.parameter,
-                      static_cast<int>(part.field), run.offset, run.end - run.begin});
+      runs.push_back({first_of_unit[number] + run.parameter, static_cast<int>(part.field), run.offset,
+                      run.end - run.begin});
       begins[i].push_back(run.begin - part.begin);
     }
   }
@@ -474,6 +523,27 @@ void Engine::Impl::load_part(SavedState& saved, const ParameterShape& parameter,
   }
 }
 
+// Factors that were not saved are zeros: the parameter was frozen, or the state has weights alone.
+void Engine::Impl::load_factors(SavedState& saved, int index) {
+  const Unit& u = unit(index);
+  if (u.factored.empty()) return;
+  std::vector<float> host(plan.factor_counts[static_cast<std::size_t>(index)]);
+  for (const Factored& p : u.factored) {
+    const std::string& parameter = shape(index).parameters[p.parameter].name;
+    const std::string name = parameter + internal::kFactorsName;
+    const auto found = saved.tensors().find(name);
+    if (found == saved.tensors().end()) continue;
+    const std::uint64_t there = found->second.places.count(), here = p.shape.factor_count();
+    if (there != here) {
+      refuse_model(saved, "Adafactor's moment of " + parameter + " has " + std::to_string(there) +
+                              " factors there and " + std::to_string(here) +
+                              " here, so another shape was declared");
+    }
+    saved.read(name, kStateFields[internal::kFieldOfFactors], 0, std::span(host).subspan(p.factors_at, here));
+  }
+  copy_in(reinterpret_cast<std::byte*>(u.factors), host.data(), host.size() * sizeof(float));
+}
+
 void Engine::Impl::load_values(SavedState& saved) {
   std::vector<float> host;
   for (int unit_index = 0; unit_index < unit_count(); ++unit_index) {
@@ -492,6 +562,7 @@ void Engine::Impl::load_values(SavedState& saved) {
       }
       write_state(unit_index, field, 0, host);
     }
+    load_factors(saved, unit_index);
     for (std::size_t i = 0; i < parameters.size(); ++i) {
       if (!parameters[i].frozen) continue;
       host.assign(parameters[i].count, 0.0f);

@@ -163,6 +163,7 @@ void Engine::Impl::read_kept(int index, StateField field, std::uint64_t offset, 
 void Engine::Impl::write_state(int index, StateField field, std::uint64_t begin,
                                std::span<const float> values) {
   const MomentFormat format = format_of(field);
+  if (field == StateField::kMaster) unit(index).squares_known = false;
   if (format == MomentFormat::kFloat32) {
     return write_kept(index, field, begin * sizeof(float), reinterpret_cast<const std::byte*>(values.data()),
                       values.size_bytes());
@@ -455,6 +456,10 @@ std::vector<float> Engine::get_moment(ParameterId parameter, Moment moment) {
     impl.misuse("get_moment() of " +
                 impl.shape(parameter.unit).parameters[static_cast<std::size_t>(parameter.index)].name +
                 ", which is frozen and has neither m nor v; ask for that of a trainable parameter");
+  }
+  if (moment == Moment::kFirst && !has_first_moment(impl.options.optimizer)) {
+    impl.misuse(std::string("get_moment() of m, which ") + optimizer_name(impl.options.optimizer) +
+                " has not, and its second moment is in factors; read them from saved state");
   }
   if (moment == Moment::kSecond && !has_second_moment(impl.options.optimizer)) {
     impl.misuse(std::string("get_moment() of v, which ") + optimizer_name(impl.options.optimizer) +

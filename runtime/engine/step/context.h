@@ -16,6 +16,7 @@
 
 #include "forebay/engine.h"
 #include "forebay/error.h"
+#include "forebay/host_adafactor.h"
 #include "forebay/pinned_pool.h"
 #include "forebay/staging_buffers.h"
 #include "forebay/store_pass.h"
@@ -63,13 +64,25 @@ inline KeptPlace kept_place(MomentFormat format, std::uint64_t total, std::uint6
 struct StepContext {
   enum class Phase { kDescribe, kIdle, kStep, kForward, kBackward, kFailed };
 
-  // A run of elements of a unit's updated range that share a parameter group. Without master weights each
-  // parameter has runs of its own.
+  // A run of elements of a unit's updated range that share a parameter group. Without master weights, and
+  // with Adafactor, each parameter has runs of its own.
   struct Segment {
     std::uint64_t begin = 0;  // Elements from the start of the updated range.
     std::uint64_t count = 0;
     int group = 0;
-    HalfMaster rounding;  // Without master weights: its elements are set for each update.
+    HalfMaster rounding;        // Without master weights: its elements are set for each update.
+    std::size_t parameter = 0;  // Adafactor: in the unit.
+  };
+
+  // Adafactor: a trainable parameter of a unit.
+  struct Factored {
+    std::size_t parameter = 0;  // In the unit.
+    FactoredShape shape;
+    std::uint64_t begin = 0;              // Elements from the start of the trainable section.
+    std::uint64_t factors_at = 0;         // Elements from the start of the unit's factors.
+    std::vector<float> row_means = {};    // Means of the new row factors, by matrix.
+    double squares = 0.0;                 // The sum of squares of this rank's masters.
+    std::array<double, 2> all_squares{};  // The sums of all ranks: masters, then updates.
   };
 
   // Where a unit lies on this rank. The updated range is the part of the trainable section that this rank
@@ -103,7 +116,15 @@ struct StepContext {
     std::size_t part_count = 0;
     std::uint64_t updated_begin = 0;  // Elements from the start of the trainable section.
     std::uint64_t updated_count = 0;
-    std::vector<Segment> segments;   // In order, without the parameters that are fixed.
+    std::vector<Segment> segments;  // In order, without the parameters that are fixed.
+    // Adafactor. The host reaches the factors; an offloaded unit has its sums on the host, too.
+    std::vector<Factored> factored;
+    std::vector<std::size_t> factored_index;  // By parameter.
+    float* factors = nullptr;
+    float* factor_sums = nullptr;
+    float* host_factor_sums = nullptr;
+    std::uint64_t squares_at = 0;    // Doubles from the start of a rank's squares.
+    bool squares_known = false;      // Factored::squares are those of the masters.
     std::vector<bool> fixed;         // By parameter: Engine::freeze.
     Communicator* stages = nullptr;  // The pipeline stages that share the unit; null: no others do.
     // {begin, count} of runs of this rank's part of the norm that another rank counts.
@@ -217,6 +238,8 @@ struct StepContext {
   std::byte* fused = nullptr;  // Slices of small units side by side, a row for each rank.
   double* norms = nullptr;     // One per unit, of this rank's part; zeros after the last.
   StepControl* control = nullptr;
+  double* squares = nullptr;                       // Adafactor: of this rank, then of all ranks,
+  double* host_squares = nullptr;                  // and the same on the host.
   std::array<DevicePtr, kTransitCount> transit{};  // Gradient slices or sums on their way to the host.
   float* host_sum = nullptr;                       // On the host: the sum of one bucket.
   std::byte* saved_values = nullptr;               // On the host: the copy that a thread saves.

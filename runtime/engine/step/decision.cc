@@ -165,13 +165,18 @@ void Decision::exchange_over_grid(const Hyperparameters& hyperparameters, const 
 
 // After this gather every rank's device knows the same norm and takes the same decision. If it fails on some
 // ranks, vote() finds the decision.
-void Decision::queue(const Hyperparameters& hyperparameters, const Reducer& reducer, const Updater& updater) {
+void Decision::queue(const Hyperparameters& hyperparameters, const Reducer& reducer, const Updater& updater,
+                     const std::function<void()>& before_vote) {
   gradient_factor_ = hyperparameters.gradient_factor;
   queue_state(gradient_factor_, updater);
   if (!has_norms_) gather_norms(reducer);
   has_norms_ = false;
   queue_control(hyperparameters.clip);
   take_decision();
+  if (before_vote) {
+    before_vote();
+    gather_arrivals();
+  }
   committed_ = true;
   if (context_.deciders().size() > 1) {
     engine_stream_.call<&Decision::vote>(*this);
@@ -214,6 +219,16 @@ void Decision::gather_norms(const Reducer& reducer) {
                             .bytes = norm_bytes,
                             .decides = true},
                            engine_stream_));
+}
+
+// A rank that has this gather knows that every rank has all that was gathered before it.
+void Decision::gather_arrivals() {
+  must(context_.deciders().all_gather({.source = reinterpret_cast<const std::byte*>(context_.norms),
+                                       .target = context_.staging,
+                                       .target_stride_bytes = sizeof(double),
+                                       .bytes = sizeof(double),
+                                       .decides = true},
+                                      engine_stream_));
 }
 
 void Decision::queue_control(double clip) {

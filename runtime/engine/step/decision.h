@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <vector>
 
 #include "runtime/engine/step/context.h"
@@ -38,10 +39,12 @@ class Decision : private StepPart {
   // The norm of the step, which queue() takes over. Order: as queue(). Waits.
   double take_norm(const Reducer& reducer, const Updater& updater);
   void forget_norm() { has_norms_ = false; }
-  // Queues the gather of norms, the decision on the device and the vote.
+  // Queues the gather of norms, the decision on the device and the vote. `before_vote`, unless empty, queues
+  // work of all ranks that needs the decision; a rank votes when every rank has ended it.
   // Order: after the reductions of the step and after the updates of the step before, which read its
   // decision.
-  void queue(const Hyperparameters& hyperparameters, const Reducer& reducer, const Updater& updater);
+  void queue(const Hyperparameters& hyperparameters, const Reducer& reducer, const Updater& updater,
+             const std::function<void()>& before_vote = {});
   // Waits for the decision. False: this rank may not act on it, because ranks failed.
   [[nodiscard]] bool wait();
   // Takes over the step's number, the loss scale and the norm.
@@ -59,6 +62,7 @@ class Decision : private StepPart {
   void exchange_over_grid(const Hyperparameters& hyperparameters, const Facts* facts, StepResult& result);
   void queue_state(double gradient_factor, const Updater& updater);
   void gather_norms(const Reducer& reducer);
+  void gather_arrivals();
   void queue_control(double clip);
   // Copies the decision to the host.
   void take_decision();

@@ -134,6 +134,17 @@ void Engine::Impl::check_step(const Hyperparameters& hyperparameters) {
   }
 }
 
+// Adafactor: masters may have been changed since the last step.
+void Engine::Impl::refresh_squares() {
+  if (counts_only()) return;
+  for (int index = 0; index < unit_count(); ++index) {
+    if (unit(index).squares_known) continue;
+    factored->refresh(index, [&](std::uint64_t begin, std::span<float> masters) {
+      read_state(index, StateField::kMaster, begin, masters);
+    });
+  }
+}
+
 // The whole step is queued before the host waits for the decision, so the device does not wait for the host
 // between its last reduction and the update. A committed step is finished on every rank that is left, whether
 // or not the ranks still reach each other: failures are told when all is queued.
@@ -163,7 +174,12 @@ StepResult Engine::Impl::step(const Hyperparameters& hyperparameters) {
   if (recorded()) {
     for (const Unit& u : units) engine_stream.wait(u.released);
   }
-  decision->queue(hyperparameters, *reducer, *updater);
+  if (factored != nullptr) {
+    refresh_squares();
+    decision->queue(hyperparameters, *reducer, *updater, [&] { factored->queue(agreed.used); });
+  } else {
+    decision->queue(hyperparameters, *reducer, *updater);
+  }
   updater->begin(agreed.used, hyperparameters);
   for (int index = 0; index < unit_count(); ++index) {
     const bool is_used = agreed.used[static_cast<std::size_t>(index)];

@@ -8,6 +8,7 @@
 #include "forebay/conversions.h"
 #include "forebay/host_adam.h"
 #include "runtime/engine/step/decision.h"
+#include "runtime/engine/step/factored_moments.h"
 
 namespace forebay {
 namespace {
@@ -57,15 +58,16 @@ Updater::Updater(StepContext& context, const Decision& decision)
   for (BiasCorrection*& table : corrections_) {
     table = reinterpret_cast<BiasCorrection*>(value_or_throw(context.pinned->allocate(table_bytes)));
   }
+  if (!plan_.offloads() && options_.optimizer != Optimizer::kAdafactor) return;
+  host_runner_ = create_host_runner(context.host_placement, context.options);
+  for (std::vector<HostUpdate>& updates : host_updates_) {
+    for (int unit = 0; unit < context.unit_count(); ++unit) updates.push_back({this, unit, {}});
+  }
   if (!plan_.offloads()) return;
   host_stream_.open();
   up_stream_.open();
   host_done_ = EngineEvent(context);
   copied_on_host_ = EngineEvent(context);
-  host_runner_ = create_host_runner(context.host_placement, context.options);
-  for (std::vector<HostUpdate>& updates : host_updates_) {
-    for (int unit = 0; unit < context.unit_count(); ++unit) updates.push_back({this, unit, {}});
-  }
   for (std::size_t i = 0; i < updated_on_host_.size(); ++i) {
     if (context.units[i].offloaded) updated_on_host_[i] = EngineEvent(context);
   }
@@ -139,6 +141,14 @@ void Updater::correct_for(int group) {
 void Updater::update_on_device(int index, const Hyperparameters& hyperparameters) {
   const Unit& u = unit(index);
   const MarkedSpan span = context_.marked(device_stream_, "updates", "update", index);
+  if (factored_ != nullptr) {
+    HostUpdate& update = host_updates_[context_.attempted_steps % 2][static_cast<std::size_t>(index)];
+    update.groups = hyperparameters.groups;
+    update.corrections = corrections();
+    device_stream_.call<&HostUpdate::run>(update);
+    device_stream_.record(u.updated);
+    return;
+  }
   const Piece whole{0, u.updated_count, u.kept, nullptr};
   for (const StepContext::Segment& segment : u.segments) {
     const GroupHyperparameters& group = hyperparameters.groups[static_cast<std::size_t>(segment.group)];
@@ -222,8 +232,17 @@ void Updater::queue_host_update(int index, const Hyperparameters& hyperparameter
 }
 
 // Runs in the order of the host's stream, when the decision is on the host; calls nothing of the Backend.
+// Adafactor: units on the device come here in the order of their stream.
 void Updater::update_on_host(const HostUpdate& update) {
   if (failed_.load(std::memory_order_acquire)) return;
+  const bool is_factored =
+      factored_ != nullptr && !context_.counts_only() && decision_.on_host().outcome == StepOutcome::kApplied;
+  if (is_factored) factored_->begin_update(update.unit);
+  update_all(update);
+  if (is_factored) factored_->end_update(update.unit);
+}
+
+void Updater::update_all(const HostUpdate& update) {
   const Unit& u = unit(update.unit);
   if (u.part_count > 0) {
     if (const Status status = update_in_files(update); !status.ok()) fail(status);
@@ -231,11 +250,13 @@ void Updater::update_on_host(const HostUpdate& update) {
   }
   std::byte* parameters = nullptr;
   if (!is_own_master(options_))
-    parameters = u.parameters_offloaded ? u.trainable_slice.host : u.host_gradients;
+    parameters = !u.offloaded             ? u.updated_parameters
+                 : u.parameters_offloaded ? u.trainable_slice.host
+                                          : u.host_gradients;
   const Piece whole{0, u.updated_count, u.kept, parameters};
   if (decision_.on_host().outcome == StepOutcome::kApplied) {
     update_piece(update, whole);
-  } else if (parameters != nullptr && !u.parameters_offloaded) {
+  } else if (u.offloaded && parameters != nullptr && !u.parameters_offloaded) {
     // The parameters go up as they were.
     round_parameters(options_.dtype, master_of(whole), u.updated_count, parameters);
   }
@@ -288,8 +309,9 @@ void Updater::update_piece(const HostUpdate& update, const Piece& piece) {
   if (context_.hooks.before_host_update) context_.hooks.before_host_update(piece.count);
   if (context_.counts_only()) return;
   const Unit& u = unit(update.unit);
-  const bool over_gradients =
-      piece.parameters != nullptr && !u.parameters_offloaded && element_bytes(u.gradient_type) != element();
+  const bool over_gradients = u.offloaded && piece.parameters != nullptr && !u.parameters_offloaded &&
+                              element_bytes(u.gradient_type) != element();
+  const std::byte* const gradients = u.offloaded ? u.host_gradients : u.updated_gradients;
   // Parameters that are not updated take their place again.
   std::uint64_t ready = piece.begin;
   const auto keep_until = [&](std::uint64_t end) {
@@ -316,15 +338,34 @@ void Updater::update_piece(const HostUpdate& update, const Piece& piece) {
       kept.update.c1 = update.corrections[segment.group].c1;
       kept.update.s2 = update.corrections[segment.group].s2;
       kept.step = decision_.on_host().applied_steps;
-      kept.update.gradient = u.host_gradients + done * element_bytes(u.gradient_type);
+      kept.update.gradient = gradients + done * element_bytes(u.gradient_type);
       kept.update.parameter = over_gradients ? rounded_.data() : parameters;
       kept.update.count = std::min(most, end - done);
-      const Status status = host_adam(kept, *host_runner_);
-      FOREBAY_CHECK(status.ok(), "%s", status.to_string().c_str());
+      update_run(update, segment, kept, done);
       if (over_gradients) std::memcpy(parameters, rounded_.data(), kept.update.count * element());
+    }
+    if (factored_ != nullptr) {
+      factored_->add_squares(update.unit, segment.parameter, first, end,
+                             update_of(u, piece, first - piece.begin, segment, {}));
     }
   }
   keep_until(piece.begin + piece.count);
+}
+
+// `begin`: of the elements, from the start of the updated range.
+void Updater::update_run(const HostUpdate& update, const StepContext::Segment& segment,
+                         const KeptUpdateArguments& kept, std::uint64_t begin) {
+  if (factored_ != nullptr) {
+    return factored_->update({.unit = update.unit,
+                              .parameter = segment.parameter,
+                              .begin = begin,
+                              .count = kept.update.count,
+                              .gradient = static_cast<const std::byte*>(kept.update.gradient),
+                              .parameters = static_cast<std::byte*>(kept.update.parameter)},
+                             kept, update.groups[static_cast<std::size_t>(segment.group)]);
+  }
+  const Status status = host_adam(kept, *host_runner_);
+  FOREBAY_CHECK(status.ok(), "%s", status.to_string().c_str());
 }
 
 void Updater::copy(const std::vector<StateCopy>& copies) {

@@ -18,6 +18,7 @@
 namespace forebay {
 
 class Decision;
+class FactoredMoments;
 
 // AdamW with the constants of the engine, or of a parameter group that has its own; the rest is to be filled
 // in.
@@ -29,6 +30,8 @@ void round_parameters(DataType type, const float* source, std::uint64_t count, s
 class Updater : private StepPart {
  public:
   Updater(StepContext& context, const Decision& decision);
+  // Adafactor. Requires: before the first step.
+  void use(FactoredMoments& factored) { factored_ = &factored; }
 
   // Queues the updates of a step: begin(), update() of each used unit in order, end(). They run when the
   // decision is known.
@@ -60,12 +63,13 @@ class Updater : private StepPart {
     if (pass_ != nullptr) pass_->wait_for_reads();
   }
 
-  // Offloaded units only.
+  const EngineStream& device_stream() const { return device_stream_; }
+  // Offloaded units only; the runner for Adafactor, too.
   const EngineStream& host_stream() const { return host_stream_; }
   const BlockRunner& host_runner() const { return *host_runner_; }
 
  private:
-  // One unit's update on the host. Two sets, because a step may be queued while updates of the step before
+  // One unit's update by the host. Two sets, because a step may be queued while updates of the step before
   // still run.
   struct HostUpdate {
     Updater* updater = nullptr;
@@ -100,14 +104,18 @@ class Updater : private StepPart {
   void update_on_device(int unit, const Hyperparameters& hyperparameters);
   void queue_host_update(int unit, const Hyperparameters& hyperparameters);
   void update_on_host(const HostUpdate& update);
+  void update_all(const HostUpdate& update);
   Status update_in_files(const HostUpdate& update);
   void update_stored_part(const HostUpdate& update, std::size_t part, std::byte* memory, bool applied);
   void update_piece(const HostUpdate& update, const Piece& piece);
+  void update_run(const HostUpdate& update, const StepContext::Segment& segment,
+                  const KeptUpdateArguments& kept, std::uint64_t begin);
   static float* master_of(const Piece& piece);  // Requires: an fp32 master.
   KeptUpdateArguments update_of(const Unit& unit, const Piece& piece, std::uint64_t at,
                                 const StepContext::Segment& segment, const GroupHyperparameters& group) const;
 
   const Decision& decision_;
+  FactoredMoments* factored_ = nullptr;  // Adafactor.
   // The corrections of a step by parameter group, in pinned memory. Two sets, like those of host updates.
   std::array<BiasCorrection*, 2> corrections_{};
   BiasCorrection on_device_{};  // For the next update on the device.

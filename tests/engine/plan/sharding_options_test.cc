@@ -43,7 +43,7 @@ TEST(ShardingOptions, TextReadsBackAsTheSameText) {
       {"memory", {"0", "80GiB", "1536MiB"}},
       {"device-room", {"0", "384MiB", "1GiB"}},
       {"spillable", {"off", "on"}},
-      {"optimizer", {"adamw", "adam", "sgd", "lion"}},
+      {"optimizer", {"adamw", "adam", "sgd", "lion", "adafactor"}},
       {"moments", {"fp32", "bf16", "block8"}},
       {"master-weights", {"on", "off"}},
       {"ema", {"0", "0.999"}},

@@ -36,13 +36,14 @@ std::uint64_t operation_count(Communicator& communicator) {
   return count;
 }
 
-class CommitPoint : public ::testing::TestWithParam<std::tuple<int, int>> {
+class CommitPoint : public ::testing::TestWithParam<std::tuple<int, int, Optimizer>> {
  protected:
   int stage() const { return std::get<0>(GetParam()); }
   int size() const { return std::get<1>(GetParam()); }
 
   std::vector<Outcome> run(const LocalFault& fault) const {
-    const ToyOptions options = options_for(stage(), DataType::kFloat16, size());
+    ToyOptions options = options_for(stage(), DataType::kFloat16, size());
+    options.engine.optimizer = std::get<2>(GetParam());
     HostClock clock(HostClock::Mode::kVirtual);
     WorldOptions world;
     world.clock = &clock;
@@ -168,12 +169,20 @@ TEST_P(CommitPoint, ARankThatComesLateChangesNothing) {
   }
 }
 
+std::string setting_name(const ::testing::TestParamInfo<CommitPoint::ParamType>& info) {
+  return "stage" + std::to_string(std::get<0>(info.param)) + "_" + std::to_string(std::get<1>(info.param)) +
+         "_ranks";
+}
+
 INSTANTIATE_TEST_SUITE_P(Engine, CommitPoint,
-                         ::testing::Combine(::testing::Range(0, 4), ::testing::Values(3, 4)),
-                         [](const auto& info) {
-                           return "stage" + std::to_string(std::get<0>(info.param)) + "_" +
-                                  std::to_string(std::get<1>(info.param)) + "_ranks";
-                         });
+                         ::testing::Combine(::testing::Range(0, 4), ::testing::Values(3, 4),
+                                            ::testing::Values(Optimizer::kAdamW)),
+                         setting_name);
+// It has collectives between the gather of norms and the commit point.
+INSTANTIATE_TEST_SUITE_P(Adafactor, CommitPoint,
+                         ::testing::Combine(::testing::Values(0, 3), ::testing::Values(3),
+                                            ::testing::Values(Optimizer::kAdafactor)),
+                         setting_name);
 
 }  // namespace
 }  // namespace forebay::testing

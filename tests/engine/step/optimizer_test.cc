@@ -38,7 +38,10 @@ constexpr Rule kRules[] = {{Optimizer::kAdamW},
                            {Optimizer::kAdamW, MomentFormat::kBlock8, false},
                            {Optimizer::kAdamW, MomentFormat::kFloat32, true, 0.75},
                            {Optimizer::kLion, MomentFormat::kBlock8, true, 0.9},
-                           {Optimizer::kAdam, MomentFormat::kBfloat16, false, 0.9}};
+                           {Optimizer::kAdam, MomentFormat::kBfloat16, false, 0.9},
+                           {Optimizer::kAdafactor},
+                           {Optimizer::kAdafactor, MomentFormat::kFloat32, false},
+                           {Optimizer::kAdafactor, MomentFormat::kFloat32, true, 0.75}};
 
 std::string name_of(const Rule& rule) {
   return std::string(optimizer_name(rule.optimizer)) +
@@ -56,8 +59,22 @@ constexpr Setting kSettings[] = {{Offload::kNone, Tier::kPinned},
                                  {Offload::kOptimizerAndParameters, Tier::kPinned},
                                  {Offload::kOptimizerAndParameters, Tier::kFile}};
 
+// Matrices for the optimizers that know rows and columns: slices cut rows, one has several bands of rows, and
+// one has several matrices.
+void declare_shapes(std::vector<ToyUnit>& units) {
+  for (ToyUnit& unit : units) {
+    for (ToyParameter& parameter : unit.parameters) {
+      if (parameter.count == 700) parameter.shape = {35, 20};
+      if (parameter.count == 1000) parameter.shape = {2, 20, 25};
+      if (parameter.count == 3000) parameter.shape = {600, 5};
+      if (parameter.count == 65) parameter.shape = {1, 65};
+    }
+  }
+}
+
 ToyOptions options_of(const Rule& rule, int stage, DataType type, int ranks, const Setting& setting) {
   ToyOptions options = options_for(stage, rule.master_weights ? type : DataType::kBfloat16, ranks);
+  if (rule.optimizer == Optimizer::kAdafactor) declare_shapes(options.units);
   options.engine.optimizer = rule.optimizer;
   options.engine.moments = rule.moments;
   options.engine.master_weights = rule.master_weights;
@@ -227,20 +244,23 @@ TEST(Optimizers, AStateWithoutAnAverageGoesOnWithOne) {
   std::filesystem::remove_all(directory);
 }
 
-// In files, codes of several pieces have their exponents between them.
-TEST(Optimizers, CodesInSeveralPiecesOfFilesGiveTheSameBits) {
+// In files, codes of several pieces have their exponents between them, and pieces cut rows of matrices.
+TEST(Optimizers, SeveralPiecesOfFilesGiveTheSameBits) {
   const std::string directory = make_temporary_directory("optimizer");
-  for (const bool master_weights : {true, false}) {
-    const Rule rule{Optimizer::kAdamW, MomentFormat::kBlock8, master_weights};
+  for (const Rule& rule :
+       {Rule{Optimizer::kAdamW, MomentFormat::kBlock8}, Rule{Optimizer::kAdamW, MomentFormat::kBlock8, false},
+        Rule{Optimizer::kAdafactor}, Rule{Optimizer::kAdafactor, MomentFormat::kFloat32, false}}) {
+    SCOPED_TRACE(name_of(rule));
     ToyOptions options = options_of(rule, 1, DataType::kBfloat16, 1, kSettings[2]);
     options.units = {{{{300'000}, {70'000, 1}}, {}, true}, {{{513}}, {}, true}};
+    if (rule.optimizer == Optimizer::kAdafactor) options.units[0].parameters[0].shape = {1250, 240};
     options.engine.save_async = true;
     options.steps = 3;
     ModelShape model;
     model.units = {{.name = "unit0", .parameters = {{"p0", 300'000}, {"p1", 70'000}}}};
     PlanOptions plan_options;
     static_cast<ShardingOptions&>(plan_options) = options.engine;
-    EXPECT_LT(value_or_throw(make_plan(model, plan_options)).piece_count, 200'000u);
+    EXPECT_LT(value_or_throw(make_plan(model, plan_options)).piece_count, 370'000u);
     const ToyResult expected = reference_toy(options);
     run_ranks(1, {}, [&](Rank& rank) {
       ToyTrainer trainer(options, rank);
@@ -292,6 +312,103 @@ TEST(Optimizers, NarrowStatesTakeThePlannedBytes) {
     options.offload = Offload::kOptimizer;
     EXPECT_EQ(value_or_throw(make_plan(model, options)).host_bytes.optimizer, c.offloaded);
   }
+}
+
+// A matrix of 64 rows and 64 columns on two ranks: 128 factors in place of 4096 elements of v, padded to 256.
+TEST(Optimizers, AdafactorTakesTheBytesOfItsFactors) {
+  ModelShape model;
+  model.units.resize(1);
+  model.units[0].name = "u";
+  model.units[0].parameters.push_back({.name = "p", .count = 4096, .shape = {64, 64}});
+  PlanOptions options;
+  options.ranks = 2;
+  options.stage = 2;
+  options.dtype = DataType::kBfloat16;
+  const std::uint64_t others = value_or_throw(make_plan(model, options)).wire_per_step.sent;
+  options.optimizer = Optimizer::kAdafactor;
+  constexpr std::uint64_t kFactors = 256 * 4, kSquares = 512;
+  const Plan plan = value_or_throw(make_plan(model, options));
+  EXPECT_EQ(plan.bytes.optimizer, 2048 * 4 + 2 * kFactors);
+  EXPECT_EQ(plan.bytes_of(Role::kFactors), kFactors);
+  EXPECT_EQ(plan.bytes_of(Role::kFactorSums), kFactors);
+  EXPECT_EQ(plan.host_bytes.total(), kSquares);
+  // Half of the sums twice, two doubles of the parameter, and the last gather.
+  EXPECT_EQ(plan.wire_per_step.sent, others + kFactors + 16 + 8);
+  options.offload = Offload::kOptimizer;
+  const Plan offloaded = value_or_throw(make_plan(model, options));
+  EXPECT_EQ(offloaded.bytes.optimizer, kFactors);
+  EXPECT_EQ(offloaded.host_bytes.optimizer, 2048 * 4 + 2 * kFactors + kSquares);
+  options.tier = Tier::kFile;
+  const Plan in_files = value_or_throw(make_plan(model, options));
+  EXPECT_EQ(in_files.host_bytes.optimizer, 2 * kFactors + kSquares);
+  EXPECT_EQ(in_files.file_bytes.optimizer, 2048 * 4u);
+  // Without a shape it is a vector, with a factor for each element.
+  model.units[0].parameters[0].shape.clear();
+  EXPECT_EQ(value_or_throw(make_plan(model, options)).bytes_of(Role::kFactors), 4096 * 4u);
+}
+
+TEST(Optimizers, AdafactorSendsThePlannedBytes) {
+  for (const int ranks : {1, 3, 4}) {
+    for (int stage = 0; stage < 4; ++stage) {
+      for (const Setting& setting : {kSettings[0], kSettings[1]}) {
+        ToyOptions options = options_of({Optimizer::kAdafactor}, stage, DataType::kBfloat16, ranks, setting);
+        options.steps = 3;
+        const EngineStatistics s = run_toy(options).statistics;
+        EXPECT_EQ(s.traffic.sent, 3 * s.planned_wire_per_step.sent) << text_of(options);
+        EXPECT_EQ(s.traffic.received, 3 * s.planned_wire_per_step.received) << text_of(options);
+      }
+    }
+  }
+}
+
+TEST(Optimizers, AdafactorRefusesSettingsThatDivideItsSums) {
+  ModelShape model;
+  model.units.resize(1);
+  model.units[0].name = "u";
+  model.units[0].parameters.push_back({.name = "p", .count = 4096, .shape = {64, 64}});
+  const auto refusal = [&](const PlanOptions& options) {
+    const Result<Plan> plan = make_plan(model, options);
+    return plan.ok() ? std::string() : plan.status().message();
+  };
+  PlanOptions options;
+  options.optimizer = Optimizer::kAdafactor;
+  options.ranks = 4;
+  EXPECT_EQ(refusal(options), "");
+  PlanOptions other = options;
+  other.moments = MomentFormat::kBfloat16;
+  EXPECT_NE(refusal(other).find("moments is bf16, and optimizer adafactor"), std::string::npos);
+  other = options;
+  other.group = 2;
+  EXPECT_EQ(refusal(other), "");
+  other.shard_within_group = true;
+  EXPECT_NE(refusal(other).find("shard-within is group, and optimizer adafactor"), std::string::npos);
+  other = options;
+  other.offload = Offload::kOptimizer;
+  other.offload_auto = true;
+  EXPECT_NE(refusal(other).find("offload-fraction is auto"), std::string::npos);
+  model.units[0].parameters[0].split = TensorSplit{.shape = {128, 64}, .parts = 2};
+  EXPECT_NE(refusal(options).find("parameter p is split over tensor-parallel ranks"), std::string::npos);
+}
+
+// Masters that a step did not write count in the root mean square of the next.
+TEST(Optimizers, AdafactorFollowsWeightsThatAreSetBetweenSteps) {
+  const ToyOptions options = options_of({Optimizer::kAdafactor}, 2, DataType::kFloat32, 3, kSettings[2]);
+  ToyOptions plain = options_of({Optimizer::kAdafactor}, 0, DataType::kFloat32, 3, kSettings[0]);
+  std::vector<ToyResult> results;
+  for (const ToyOptions& each : {options, plain}) {
+    run_ranks(3, {}, [&](Rank& rank) {
+      ToyTrainer trainer(each, rank);
+      trainer.initialize();
+      for (int step = 0; step < 4; ++step) {
+        if (step == 2) trainer.initialize();
+        static_cast<void>(trainer.step(step));
+      }
+      ToyResult result;
+      trainer.collect(result);
+      if (rank.communicator->rank() == 0) results.push_back(result);
+    });
+  }
+  EXPECT_EQ(results[0].masters, results[1].masters);
 }
 
 TEST(Optimizers, AStateOfAnotherOptimizerIsRefused) {

@@ -117,6 +117,7 @@ struct PoolBytes {
   // fp32 sums of buckets, to the host.
   std::uint64_t gradients = 0;
   // Persistent: the master (2-byte types), m and v of the units that are not offloaded, as they are kept.
+  // Adafactor: also the sums of all units, offloaded or not.
   std::uint64_t optimizer = 0;
   // Slots for gathered units, and for unit gradients before their reduction. The number of layers does not
   // change it.
@@ -138,7 +139,8 @@ struct PoolBytes {
 // Pinned host memory of offloaded units and of saving, per rank.
 struct HostBytes {
   // Master, m and v: 12 bytes for each offloaded element that this rank updates, and less where
-  // ShardingOptions::moments or master_weights keep them in fewer. Tier kFile: none.
+  // ShardingOptions::moments or master_weights keep them in fewer. Tier kFile: none. Adafactor: the factors
+  // and sums of offloaded units are here in both tiers.
   std::uint64_t optimizer = 0;
   // Gradients that wait for the update of their unit, in the gradient type. With K > 1 (Accumulate::kShard,
   // stages 1 to 3) micro-steps add up here, in fp32. Where parameters stay on the device, an updated 2-byte
@@ -264,6 +266,9 @@ enum class Role : std::uint8_t {
   kM,
   kV,
   kAverage,         // The exponential moving average of the updated range's master, in fp32.
+  kFactors,         // Adafactor: the factors of all parameters of the unit, on every rank.
+  kFactorSums,      // Adafactor: sums over ranks, and then the new factors, on the device;
+  kHostFactorSums,  // and the same on the host, for an offloaded unit.
   kHostGradients,   // The updated range of the gradient on the host: offloaded units.
   kTrainableSlice,  // The offloaded trainable slice, in a 2-byte type. In fp32 it is the master.
   kFrozenSlice,     // The offloaded frozen slice.
@@ -280,6 +285,8 @@ enum class Role : std::uint8_t {
   kPassBuffers,   // Buffers of the optimizer's pass over files.
   kMoverBuffers,  // Buffers of parameters on their way from files to the device.
   kSaved,         // The copy of the values that a thread saves.
+  kSquares,       // Adafactor: two sums of each trainable parameter, of this rank and then of all ranks.
+  kHostSquares,   // The same on the host.
 };
 
 // A run of bytes in one pool. The placements of a pool follow each other without gaps, in the order of the
@@ -326,6 +333,9 @@ struct Plan {
   std::uint64_t bucket_columns = 0;  // Elements of each slice in one bucket.
   std::uint64_t fused_columns = 0;   // Elements of each slice in the bucket of small units.
   std::uint64_t piece_count = 0;     // Tier kFile: elements of the optimizer in one pass buffer.
+  // Adafactor: fp32 factors by unit, padded to a multiple of the ranks; otherwise empty.
+  std::vector<std::uint64_t> factor_counts;
+  std::uint64_t square_count = 0;  // Adafactor: doubles of one rank, two for each trainable parameter.
 
   // Sums over `placements`.
   //

@@ -1,0 +1,30 @@
+// The loops of host_adafactor.cc over values of one row, in two forms with the same bits: one straight from
+// the contract, and one in SIMD for the best instruction set of the processor.
+#pragma once
+
+#include <cstddef>
+
+#include "kernels/host_kernels.h"
+
+namespace forebay::host_kernels {
+
+struct FactoredKernels {
+  const char* target;  // "scalar", or Highway's name of the instruction set.
+  // target[i] = float(source[i]) * factor
+  void (*scale)(const void* source, DataType type, float factor, std::size_t count, float* target);
+  // sums[i] += values[i] * values[i]
+  void (*add_squares)(const float* values, std::size_t count, double* sums);
+  // The same, to lanes[i mod kNormLanes]. Requires: `count` is a multiple of kNormLanes.
+  void (*add_to_lanes)(const float* values, std::size_t count, double* lanes);
+  // Gradients to updates: values[i] /= sqrt(max(q * c[i], least)). A moment that is no number gives `least`.
+  void (*divide)(float q, const float* c, float least, std::size_t count, float* values);
+  // p[i] = canonical(fma(step, u[i], fma(decay, p[i], p[i])))
+  void (*move)(float decay, float step, const float* u, std::size_t count, float* p);
+};
+
+const FactoredKernels& scalar_factored_kernels() noexcept;
+
+// The loops for this processor.
+const FactoredKernels& simd_factored_kernels();
+
+}  // namespace forebay::host_kernels

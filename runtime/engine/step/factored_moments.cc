@@ -1,0 +1,230 @@
+#include "runtime/engine/step/factored_moments.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "runtime/engine/step/decision.h"
+#include "runtime/engine/step/updater.h"
+
+namespace forebay {
+
+FactoredMoments::FactoredMoments(StepContext& context, const Decision& decision, const Updater& updater)
+    : StepPart(context),
+      decision_(decision),
+      updater_(updater),
+      decided_(context),
+      squared_on_device_(context),
+      squared_on_host_(context) {
+  std::uint64_t most = 0;
+  for (int index = 0; index < context.unit_count(); ++index) {
+    work_.push_back({this, index});
+    summed_.emplace_back(context);
+    reduced_.emplace_back(context);
+    most = std::max(most, leaf_room(trainable_slice(index)));
+  }
+  for (std::vector<double>& scratch : scratch_) scratch.resize(most);
+}
+
+const EngineStream& FactoredMoments::stream_of(const Unit& u) const {
+  return u.offloaded ? updater_.host_stream() : updater_.device_stream();
+}
+
+bool FactoredMoments::is_applied() const {
+  return !context_.counts_only() && decision_.on_host().outcome == StepOutcome::kApplied;
+}
+
+void FactoredMoments::queue(const std::vector<bool>& used) {
+  engine_stream_.record(decided_);
+  updater_.device_stream().wait(decided_);
+  if (plan_.offloads()) updater_.host_stream().wait(decided_);
+  const auto for_each_used = [&](auto visit) {
+    for (int index = 0; index < context_.unit_count(); ++index) {
+      if (used[static_cast<std::size_t>(index)] && factor_bytes(index) > 0) visit(index);
+    }
+  };
+  for_each_used([&](int index) { queue_sum(index); });
+  for_each_used([&](int index) { queue_renewal(index); });
+  exchange_squares();
+}
+
+void FactoredMoments::queue_sum(int index) {
+  const Unit& u = unit(index);
+  const EngineStream& stream = stream_of(u);
+  const auto number = static_cast<std::size_t>(index);
+  const std::uint64_t bytes = factor_bytes(index);
+  const std::uint64_t slice = bytes / static_cast<std::uint64_t>(context_.ranks());
+  stream.call<&Work::sum>(work_[number]);
+  if (u.offloaded) stream.copy(u.factor_sums, u.host_factor_sums, bytes);
+  stream.record(summed_[number]);
+  engine_stream_.wait(summed_[number]);
+  auto* const sums = reinterpret_cast<std::byte*>(u.factor_sums);
+  float* const reduced = context_.bucket_sums[0];
+  must(context_.communicator.reduce_scatter({.source = sums,
+                                             .source_stride_bytes = slice,
+                                             .count = slice / sizeof(float),
+                                             .type = DataType::kFloat32,
+                                             .receive = context_.staging,
+                                             .target = reduced,
+                                             .first = true},
+                                            engine_stream_));
+  must(context_.communicator.all_gather({.source = reinterpret_cast<const std::byte*>(reduced),
+                                         .target = sums,
+                                         .target_stride_bytes = slice,
+                                         .bytes = slice},
+                                        engine_stream_));
+  engine_stream_.record(reduced_[number]);
+}
+
+void FactoredMoments::queue_renewal(int index) {
+  const Unit& u = unit(index);
+  const EngineStream& stream = stream_of(u);
+  const auto number = static_cast<std::size_t>(index);
+  stream.wait(reduced_[number]);
+  if (u.offloaded) stream.copy(u.host_factor_sums, u.factor_sums, factor_bytes(index));
+  stream.call<&Work::renew>(work_[number]);
+}
+
+void FactoredMoments::exchange_squares() {
+  updater_.device_stream().record(squared_on_device_);
+  engine_stream_.wait(squared_on_device_);
+  if (plan_.offloads()) {
+    updater_.host_stream().record(squared_on_host_);
+    engine_stream_.wait(squared_on_host_);
+  }
+  const std::uint64_t bytes = plan_.square_count * sizeof(double);
+  if (bytes == 0) return;
+  double* const all = context_.squares + plan_.square_count;
+  engine_stream_.copy(context_.squares, context_.host_squares, bytes);
+  must(context_.communicator.all_gather({.source = reinterpret_cast<const std::byte*>(context_.squares),
+                                         .target = reinterpret_cast<std::byte*>(all),
+                                         .target_stride_bytes = bytes,
+                                         .bytes = bytes},
+                                        engine_stream_));
+  engine_stream_.copy(context_.host_squares + plan_.square_count, all,
+                      bytes * static_cast<std::uint64_t>(context_.ranks()));
+}
+
+std::pair<std::uint64_t, std::uint64_t> FactoredMoments::own_part(int index,
+                                                                  const StepContext::Factored& p) const {
+  const std::uint64_t slice = trainable_slice(index);
+  const std::uint64_t start = static_cast<std::uint64_t>(context_.rank()) * slice;
+  const std::uint64_t begin = std::max(p.begin, start);
+  const std::uint64_t end = std::min(p.begin + p.shape.count(), start + slice);
+  return {begin, std::max(begin, end)};
+}
+
+FactoredRun FactoredMoments::own_run(int index, const StepContext::Factored& p) const {
+  const Unit& u = unit(index);
+  const auto [begin, end] = own_part(index, p);
+  FactoredRun run;
+  run.type = u.gradient_type;
+  run.factor = decision_.on_host().factor;
+  run.shape = p.shape;
+  if (u.fixed[p.parameter] || begin == end) return run;
+  run.gradient = (u.offloaded ? u.host_gradients : u.updated_gradients) +
+                 (begin - u.updated_begin) * element_bytes(u.gradient_type);
+  run.first = begin - p.begin;
+  run.count = end - begin;
+  run.place = begin;
+  return run;
+}
+
+// Runs in the order of the unit's stream.
+void FactoredMoments::sum(int index) {
+  if (!is_applied()) return;
+  const Unit& u = unit(index);
+  for (const StepContext::Factored& p : u.factored)
+    factor_sums(own_run(index, p), sums_of(u) + p.factors_at, updater_.host_runner());
+}
+
+// Runs in the order of the unit's stream. The old factors stay until the step is applied.
+void FactoredMoments::renew(int index) {
+  if (!is_applied()) return;
+  Unit& u = unit(index);
+  const float weight = adafactor_weight(decision_.on_host().applied_steps);
+  double* squares = context_.host_squares + u.squares_at;
+  for (StepContext::Factored& p : u.factored) {
+    float* const factors = sums_of(u) + p.factors_at;
+    if (!u.fixed[p.parameter]) {
+      update_factors(p.shape, weight, u.factors + p.factors_at, factors, p.row_means.data());
+    }
+    squares[0] = p.squares;
+    squares[1] = update_squares(own_run(index, p), factors, p.row_means.data(),
+                                scratch_[u.offloaded ? 1 : 0].data(), updater_.host_runner());
+    squares += 2;
+  }
+}
+
+void FactoredMoments::begin_update(int index) {
+  Unit& u = unit(index);
+  const double* const all = context_.host_squares + plan_.square_count + u.squares_at;
+  for (std::size_t i = 0; i < u.factored.size(); ++i) {
+    StepContext::Factored& p = u.factored[i];
+    if (u.fixed[p.parameter]) continue;
+    p.all_squares = {};
+    for (std::uint64_t r = 0; r < static_cast<std::uint64_t>(context_.ranks()); ++r) {
+      const double* const theirs = all + r * plan_.square_count + 2 * i;
+      p.all_squares[0] = p.all_squares[0] + theirs[0];
+      p.all_squares[1] = p.all_squares[1] + theirs[1];
+    }
+    p.squares = 0.0;
+  }
+}
+
+void FactoredMoments::update(const Run& run, const KeptUpdateArguments& kept,
+                             const GroupHyperparameters& group) {
+  const Unit& u = unit(run.unit);
+  const StepContext::Factored& p = u.factored[u.factored_index[run.parameter]];
+  FactoredUpdateArguments a;
+  a.run.gradient = run.gradient;
+  a.run.type = u.gradient_type;
+  a.run.factor = decision_.on_host().factor;
+  a.run.shape = p.shape;
+  a.run.first = u.updated_begin + run.begin - p.begin;
+  a.run.count = run.count;
+  a.run.place = u.updated_begin + run.begin;
+  a.factors = sums_of(u) + p.factors_at;
+  a.row_means = p.row_means.data();
+  a.decay = -(kept.update.lr * kept.update.weight_decay);
+  a.step_number = decision_.on_host().applied_steps;
+  a.step = adafactor_step(group.lr, a.step_number, p.shape.count(), p.all_squares[0], p.all_squares[1]);
+  a.master = kept.update.master;
+  a.parameter = run.parameters;
+  a.parameter_type = options_.dtype;
+  a.half = kept.half;
+  a.average = kept.average;
+  a.average_weight = kept.average_weight;
+  factored_update(a, updater_.host_runner());
+}
+
+void FactoredMoments::add_squares(int index, std::size_t parameter, std::uint64_t begin, std::uint64_t end,
+                                  const KeptUpdateArguments& kept) {
+  Unit& u = unit(index);
+  StepContext::Factored& p = u.factored[u.factored_index[parameter]];
+  const auto [own_begin, own_end] = own_part(index, p);
+  const std::uint64_t lower = std::max(own_begin, u.updated_begin + begin);
+  const std::uint64_t upper = std::min(own_end, u.updated_begin + end);
+  if (lower >= upper) return;
+  const std::uint64_t skipped = lower - u.updated_begin - begin;
+  const bool is_half = kept.half.elements != nullptr;
+  const void* const masters = is_half ? static_cast<const void*>(kept.half.elements + skipped)
+                                      : static_cast<const void*>(kept.update.master + skipped);
+  p.squares = add(index, masters, is_half ? DataType::kBfloat16 : DataType::kFloat32, upper - lower, lower,
+                  p.squares);
+}
+
+double FactoredMoments::add(int index, const void* masters, DataType type, std::uint64_t count,
+                            std::uint64_t place, double sum) {
+  return parameter_squares(masters, type, count, place, sum, scratch_[unit(index).offloaded ? 1 : 0].data(),
+                           updater_.host_runner());
+}
+
+void FactoredMoments::end_update(int index) {
+  const Unit& u = unit(index);
+  for (const StepContext::Factored& p : u.factored) {
+    if (u.fixed[p.parameter]) continue;
+    std::memcpy(u.factors + p.factors_at, sums_of(u) + p.factors_at, p.shape.factor_count() * sizeof(float));
+  }
+}
+
+}  // namespace forebay
