@@ -179,6 +179,42 @@ class Contract(unittest.TestCase):
                 self.assertLessEqual((results[0] - other).abs().max().item(), 1e-5, name)
 
 
+class Product(torch.nn.Module):
+    """Its gradient is the input."""
+
+    def __init__(self, start):
+        super().__init__()
+        self.weight = torch.nn.Parameter(start.clone())
+
+    def forward(self, gradient):
+        return (self.weight * gradient).sum()
+
+
+@unittest.skipUnless(hasattr(torch.optim, "Adafactor"), "this PyTorch has no Adafactor")
+class Reference(unittest.TestCase):
+    def test_adafactor_is_that_of_torch(self):
+        """To 1e-5 after 50 steps in fp32, and to torch in fp64."""
+        seed = int(os.environ.get("FOREBAY_TEST_SEED", "3"))
+        print(f"FOREBAY_TEST_SEED={seed}")
+        for shape in ((5000,), (50, 100), (2, 100, 25), (1, 700), (700, 1)):
+            torch.manual_seed(seed)
+            start, gradients = torch.randn(shape), torch.randn(50, *shape)
+            results = []
+            for make, dtype in ((forebay.Adafactor, torch.float32), (torch.optim.Adafactor, torch.float32),
+                                (torch.optim.Adafactor, torch.float64)):
+                model = Product(start.to(dtype))
+                if make is forebay.Adafactor:
+                    forebay.shard(model, stage=3)
+                optimizer = make(model.parameters(), lr=1e-2, weight_decay=0.1)
+                for gradient in gradients:
+                    model(gradient.to(dtype)).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                results.append(model.state_dict()["weight"].double())
+            for other in results[1:]:
+                self.assertLessEqual((results[0] - other).abs().max().item(), 1e-5, shape)
+
+
 class Ranks(unittest.TestCase):
     def test_two_and_three(self):
         """To 1e-6: ranks add gradients in another order than one program does."""

@@ -60,6 +60,9 @@ class FakeEngine:
         self.units.append(Unit(name))
         return len(self.units) - 1
 
+    def declare_shape(self, unit, index, shape):
+        pass
+
     def add_parameter(self, unit, name, count, group=0, flags=0):
         self.units[unit].parameters.append(Parameter(name, count, group, bool(flags & core.FROZEN)))
         return len(self.units[unit].parameters) - 1

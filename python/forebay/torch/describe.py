@@ -189,6 +189,8 @@ def describe(engine: core.Engine, units: Sequence[UnitPlan], names: Optional[Dic
             name = names[p] if names else f"{unit.name}.{k}"
             at = engine.add_parameter(index, name, p.numel(), (groups or {}).get(p, 0),
                                       0 if p.requires_grad else core.FROZEN)
+            if p.dim() > 1:
+                engine.declare_shape(index, at, p.shape)
             places[p] = [(index, at)]
         for p in unit.tied:
             places[p].append((index, engine.tie(index, *places[p][0])))

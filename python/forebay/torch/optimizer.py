@@ -1,4 +1,4 @@
-"""The optimizers of a sharded model: AdamW, Adam, SGD and Lion in the engine, with the interface of torch.optim."""
+"""The optimizers of a sharded model: AdamW, Adam, SGD, Lion and Adafactor in the engine, with the interface of torch.optim."""
 
 from __future__ import annotations
 
@@ -20,11 +20,14 @@ _RULES: Dict[str, Dict[str, Any]] = {
     "adam": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
     "sgd": {"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0},
     "lion": {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0},
+    "adafactor": {"lr": 1e-2, "weight_decay": 0.0},
 }
-_NAMES = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD", "lion": "Lion"}
+_NAMES = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD", "lion": "Lion", "adafactor": "Adafactor"}
 # Values of a parameter group that change the rule, and those that do not.
 _OFF = {"amsgrad": False, "maximize": False, "differentiable": False, "nesterov": False, "dampening": 0,
         "cautious_factor": 1.0, "caution": False, "corrected_weight_decay": False}
+# The constants of Adafactor, which are torch's defaults.
+_ADAFACTOR = {"eps": (None, 1e-3), "beta2_decay": -0.8, "d": 1.0}
 _WITHOUT_EFFECT = ("foreach", "fused", "capturable")
 
 
@@ -39,7 +42,7 @@ class _Moments(collections.defaultdict):
 class Optimizer(torch.optim.Optimizer):
     """Updates a sharded model. Schedulers change `param_groups` as usual; forebay.wrap() shares them.
 
-    `rule`: "adamw", "adam", "sgd" or "lion".
+    `rule`: "adamw", "adam", "sgd", "lion" or "adafactor".
     `grad_norm`: the norm of the last step's averaged gradients, before clip_grad_norm_(); None if the step was skipped.
     `step()` is collective.
     """
@@ -68,7 +71,7 @@ class Optimizer(torch.optim.Optimizer):
     def _check_groups(self) -> None:
         grouped = _groups_of(self.param_groups)
         for group in self.param_groups:
-            for name, off in _OFF.items():
+            for name, off in {**_OFF, **(_ADAFACTOR if self.rule == "adafactor" else {})}.items():
                 if group.get(name, off) != off:
                     raise Unsupported(f"{name}={group[name]}; forebay updates by plain {_NAMES[self.rule]}, so leave it out")
         for p in self.sharded.parameters:
@@ -185,11 +188,20 @@ def Lion(model: Any, params: Any = None, lr: Optional[float] = None,
     return _make("lion", model, params, {"lr": lr, "betas": betas, "weight_decay": weight_decay}, switches)
 
 
+def Adafactor(model: Any, params: Any = None, lr: Optional[float] = None,
+              weight_decay: Optional[float] = None, **switches: Any) -> Optimizer:
+    """torch.optim.Adafactor with its constants. In place of v it keeps a factor for each row and column. Else as AdamW().
+
+    On a CUDA device the units have to be offloaded: shard(offload="optimizer"). Errors: Unsupported if they are not.
+    """
+    return _make("adafactor", model, params, {"lr": lr, "weight_decay": weight_decay}, switches)
+
+
 def wrap(optimizer: torch.optim.Optimizer) -> Optimizer:
     """An optimizer of the same parameter groups that updates by the engine. Collective.
 
-    `optimizer`: torch.optim.AdamW, Adam or SGD, or Lion of lion-pytorch or timm, over the parameters of one sharded model,
-    before its first step. Errors: Unsupported for others.
+    `optimizer`: torch.optim.AdamW, Adam, SGD or Adafactor, or Lion of lion-pytorch or timm, over the parameters of one
+    sharded model, before its first step. Errors: Unsupported for others.
     """
     if isinstance(optimizer, Optimizer):
         return optimizer
@@ -212,11 +224,14 @@ def _rule_of(optimizer: torch.optim.Optimizer) -> str:
             return "adamw" if decoupled.pop() else "adam"
     if kind is torch.optim.SGD:
         return "sgd"
+    if kind is getattr(torch.optim, "Adafactor", None):  # Not in PyTorch 2.4.
+        return "adafactor"
     known = {"params", "initial_lr", *_RULES["lion"], *_OFF, *_WITHOUT_EFFECT}
     if (kind.__name__ == "Lion" and all(known.issuperset(group) for group in optimizer.param_groups)
             and not getattr(optimizer, "decoupled_wd", False)):
         return "lion"
-    raise Unsupported(f"{kind.__name__} cannot run in shards; use torch.optim.AdamW, Adam or SGD, or forebay.Lion(model)")
+    raise Unsupported(f"{kind.__name__} cannot run in shards; use torch.optim.AdamW, Adam, SGD or Adafactor, or "
+                      "forebay.Lion(model)")
 
 
 def _owner_of(groups: Iterable[Any]) -> Sharded:
@@ -238,7 +253,8 @@ def _refuse_other(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             if getattr(p, "_forebay", None) is not None:
                 raise InvalidArgument(
                     f"{type(optimizer).__name__}.step() over parameters of a sharded model; use forebay.AdamW(model, "
-                    "lr=...), or forebay.wrap(optimizer) for AdamW, Adam, SGD and Lion, and call its step()")
+                    "lr=...), or forebay.wrap(optimizer) for AdamW, Adam, SGD, Lion and Adafactor, and call "
+                    "its step()")
 
 
 register_optimizer_step_pre_hook(_refuse_other)

@@ -616,7 +616,7 @@ class Sharded:
             values = {"lr": group["lr"], "weight-decay": group["weight_decay"]}
             if "betas" in group:
                 values["beta1"], values["beta2"] = group["betas"]
-            if "eps" in group:
+            if "eps" in group and self.rule != "adafactor":
                 values["epsilon"] = group["eps"]
             if self.rule == "sgd":
                 values["beta1"] = group["momentum"]
