@@ -12,6 +12,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <mutex>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -314,7 +315,9 @@ class ChunkedArena final : public Arena {
   bool shows_free(std::size_t begin, std::size_t end, const Placement& placement, std::size_t* run_count);
   bool shows_once(std::size_t begin, std::size_t end);
   Range* own_here(std::size_t begin, std::size_t end, const Placement& placement, std::size_t run_count);
+  Range* shade(const Range* range, std::size_t begin, std::size_t end, Taken* taken);
   void shade(const Extent& extent, const Placement& placement, Taken* taken);
+  std::size_t shade_row(std::span<const std::uint32_t> chunks, const Placement& placement, Taken* taken);
   bool gather(const Placement& placement, bool own_region_only);
   bool find_shown(const Placement& placement, std::size_t* start);
 

@@ -40,9 +40,9 @@ struct alignas(64) Range {
   std::uint8_t stream = 0xFF;                // Live: the index of the stream it was allocated for.
   RangeKind paused_kind = RangeKind::kFree;  // Paused: its kind before.
   Tag tag = 0;
-  Range* bin_previous = nullptr;  // Free: in its bin. Unmapped: the previous hole.
+  Range* bin_next = nullptr;  // Free: in its bin. Unmapped: the next hole.
 
-  Range* bin_next = nullptr;
+  Range* bin_previous = nullptr;
   Range* pending_previous = nullptr;  // Free ranges with waits != 0.
   Range* pending_next = nullptr;
   std::uint64_t recorded = 0;       // Live: streams named by record_stream.

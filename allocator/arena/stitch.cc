@@ -47,6 +47,7 @@ struct ChunkedArena::StitchSearch {
   Stitch& best;
   const std::size_t granule = arena.chunk_bytes_;
   bool found = false;
+  bool ties_win = false;        // The best so far begins with a longer head than the one that is tried.
   std::size_t shown_count = 0;  // Chunks that the current beginning shows.
 
   // Sorts the gathered extents: whole chunks, the largest first; ends (heads) and beginnings (tails) of
@@ -180,8 +181,9 @@ struct ChunkedArena::StitchSearch {
     } else if (over > 0) {
       cost += static_cast<double>(over) + kSharingWeight * static_cast<double>(granule);
     }
-    if (found && cost >= best.cost) return;
+    if (found && (cost > best.cost || (cost == best.cost && !ties_win))) return;
     found = true;
+    ties_win = false;
     best.cost = cost;
     best.hole = beginning.hole;
     best.run_bytes = beginning.run_bytes;
@@ -221,14 +223,21 @@ struct ChunkedArena::StitchSearch {
     stamp_shown(0, 0);
     try_tails({});
     if (placement.alignment > kBlockGranule) return;
-    // The longest ones: a head that is used up is gained.
+    // The longest ones: a head that is used up is gained. Among equal costs the shortest head counts.
     const std::vector<Extent>& heads = arena.heads_;
-    std::size_t last_bytes = 0;
-    for (std::size_t i = heads.size() - std::min(heads.size(), kHeadsMax); i < heads.size(); ++i) {
-      if (heads[i].bytes() == last_bytes) continue;
-      last_bytes = heads[i].bytes();
+    const std::size_t first = heads.size() - std::min(heads.size(), kHeadsMax);
+    const double longest_tail = arena.tails_.empty() ? 0 : static_cast<double>(arena.tails_.back().bytes());
+    const double tail_cost = std::min(0.0, kSharingWeight * static_cast<double>(granule) - longest_tail);
+    bool any = false;
+    for (std::size_t i = heads.size(); i-- > first;) {
+      if (i > first && heads[i - 1].bytes() == heads[i].bytes()) continue;
+      // With the longest tail and nothing left over it would still cost more; so would all shorter ones.
+      if (found && sharing_cost(heads[i].bytes()) + tail_cost > best.cost) break;
+      ties_win = any;
       try_tails({nullptr, 0, &heads[i]});
+      any = any || best.head.chunk != kNone;
     }
+    ties_win = false;
   }
 
   // Stitches that begin with free ranges in front of a hole, which need no new mapping themselves.
@@ -362,7 +371,11 @@ Taken ChunkedArena::take_stitch_memory(const Placement& placement) {
     }
   };
   take(stitch_.head);
-  for (const std::uint32_t chunk : stitch_.whole) take({chunk, 0, chunks_[chunk].bytes});
+  for (std::span<const std::uint32_t> whole = stitch_.whole; !whole.empty();) {
+    const std::size_t count = shade_row(whole, placement, &taken);
+    if (count == 0) take({whole[0], 0, chunks_[whole[0]].bytes});
+    whole = whole.subspan(std::max<std::size_t>(count, 1));
+  }
   take(stitch_.tail);
   return taken;
 }

@@ -160,26 +160,50 @@ bool ChunkedArena::shows_once(std::size_t begin, std::size_t end) {
   return true;
 }
 
-// Makes shadows of the usable ranges that own this extent. Adds the streams they waited for to `taken` and
-// their addresses to origins_. growth_mutex_ held too.
+// Makes a shadow of [begin, end), which `range` owns. Adds the streams it waited for to `taken` and its
+// addresses to origins_. growth_mutex_ held too.
+Range* ChunkedArena::shade(const Range* range, std::size_t begin, std::size_t end, Taken* taken) {
+  origins_.push_back({begin, end - begin, range->region});
+  Range* shadow = isolate(begin, end);
+  shadow->kind = RangeKind::kShadow;
+  taken->waits |= shadow->waits;
+  taken->epoch = std::max(taken->epoch, shadow->epoch);
+  if (shadow->waits != 0) shadows_wait_ = true;
+  return shadow;
+}
+
+// The same for the usable ranges that own this extent.
 void ChunkedArena::shade(const Extent& extent, const Placement& placement, Taken* taken) {
-  for (std::uint32_t i = chunks_[extent.chunk].first_mapping; i != kNone; i = mappings_[i].next) {
+  std::size_t left_bytes = extent.bytes();  // Each byte has one owner.
+  for (std::uint32_t i = chunks_[extent.chunk].first_mapping; i != kNone && left_bytes > 0;
+       i = mappings_[i].next) {
+    const std::size_t begin = mappings_[i].offset + extent.begin;
     const std::size_t end = mappings_[i].offset + extent.end;
-    for (std::size_t offset = mappings_[i].offset + extent.begin; offset < end;) {
-      Range* range = range_at(offset);
-      if (range == nullptr) break;
-      const std::size_t part_end = std::min(range->end(), end);
-      if (usable(range, placement)) {
-        Range* shadow = isolate(offset, part_end);
-        shadow->kind = RangeKind::kShadow;
-        taken->waits |= shadow->waits;
-        taken->epoch = std::max(taken->epoch, shadow->epoch);
-        origins_.push_back({offset, part_end - offset, shadow->region});
-        if (shadow->waits != 0) shadows_wait_ = true;
-      }
-      offset = part_end;
+    for (const Range* range = range_at(begin); range != nullptr && range->offset < end; range = range->next) {
+      if (!usable(range, placement)) continue;
+      range = shade(range, std::max(range->offset, begin), std::min(range->end(), end), taken);
+      left_bytes -= range->bytes;
     }
   }
+}
+
+// The same for the first of these whole chunks, and for those behind it that one range owns side by side with
+// it. Returns their number; 0: no single range owns the first one, as far as the hint says.
+std::size_t ChunkedArena::shade_row(std::span<const std::uint32_t> chunks, const Placement& placement,
+                                    Taken* taken) {
+  const std::uint32_t owner = chunks_[chunks[0]].owner;
+  if (owner == kNone || mappings_[owner].chunk != chunks[0]) return 0;
+  const std::size_t begin = mappings_[owner].offset;
+  const Range* range = range_at(begin);
+  if (!usable(range, placement)) return 0;
+  std::size_t end = begin;
+  std::size_t count = 0;
+  while (count < chunks.size() && end < range->end() && granules_.find(end)->chunk == chunks[count] &&
+         range->end() - end >= chunks_[chunks[count]].bytes) {
+    end += chunks_[chunks[count++]].bytes;
+  }
+  if (count > 0) shade(range, begin, end, taken);
+  return count;
 }
 
 // Requires: all memory that [begin, end) shows is free and usable. `run_count`: that of shows_free if it was
