@@ -22,18 +22,24 @@ namespace forebay::internal {
 
 inline constexpr std::uint32_t kNone = UINT32_MAX;
 
+// Addresses of one chunk that a miss looks at, the latest first. More: misses take longer in a job of many
+// different steps. Fewer: more blocks are stitched.
+inline constexpr std::size_t kViewsMax = 4;
+
 struct PhysicalChunk {
   Chunk handle;
   std::size_t bytes = 0;
   std::uint32_t first_mapping = kNone;  // kNone: mapped nowhere; the chunk is a spare.
-  std::uint32_t next = kNone;           // The next spare, or the next unused entry.
-  std::uint32_t previous = kNone;       // The previous spare.
-  std::uint32_t owner = kNone;          // A hint: the mapping that owned its memory last. May be outdated.
-  std::uint32_t learned = kNone;        // The learnt chunk that it stands for.
-  std::uint32_t stamp = 0;              // Scratch of a search.
-  std::int8_t breakable = -1;           // Scratch of StitchSearch: not known, no, yes.
-  bool held = false;                    // The entry is in use.
-  bool paused = false;                  // Destroyed until resume makes it, and its mappings, again.
+  // Its latest addresses, in granules: those of first_mapping and the ones behind it. kNone: no further one.
+  std::uint32_t views[kViewsMax] = {kNone, kNone, kNone, kNone};
+  std::uint32_t next = kNone;      // The next spare, or the next unused entry.
+  std::uint32_t previous = kNone;  // The previous spare.
+  std::uint32_t owner = kNone;     // A hint: the mapping that owned its memory last. May be outdated.
+  std::uint32_t learned = kNone;   // The learnt chunk that it stands for.
+  std::uint32_t stamp = 0;         // Scratch of a search.
+  std::int8_t breakable = -1;      // Scratch of StitchSearch: not known, no, yes.
+  bool held = false;               // The entry is in use.
+  bool paused = false;             // Destroyed until resume makes it, and its mappings, again.
 };
 
 struct Mapping {

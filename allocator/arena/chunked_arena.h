@@ -319,6 +319,7 @@ class ChunkedArena final : public Arena {
   void shade(const Extent& extent, const Placement& placement, Taken* taken);
   std::size_t shade_row(std::span<const std::uint32_t> chunks, const Placement& placement, Taken* taken);
   bool gather(const Placement& placement, bool own_region_only);
+  bool may_be_shown(std::size_t bytes);
   bool find_shown(const Placement& placement, std::size_t* start);
 
   // --- slow paths; no lock held on entry ---

@@ -26,6 +26,11 @@ bool ChunkedArena::remove_mapping(Range* range) {
   std::uint32_t* link = &chunk.first_mapping;
   while (*link != mapping) link = &mappings_[*link].next;
   *link = mappings_[mapping].next;
+  std::uint32_t left = chunk.first_mapping;
+  for (std::uint32_t& view : chunk.views) {
+    view = left == kNone ? kNone : static_cast<std::uint32_t>(mappings_[left].offset / chunk_bytes_);
+    if (left != kNone) left = mappings_[left].next;
+  }
   mappings_.give(mapping);
   --mapping_count_;
   if (history_limit_ != 0) note(SnapshotAction::kSegmentUnmap, range->offset, range->bytes, Stream());

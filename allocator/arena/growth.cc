@@ -332,6 +332,8 @@ void ChunkedArena::enter_mappings(std::size_t offset, const std::vector<std::uin
     mappings_[mapping] = {offset, chunks[i], chunk.first_mapping};
     if (chunk.first_mapping != kNone) ++total_.moved_chunk_count;
     chunk.first_mapping = mapping;
+    std::copy_backward(chunk.views, chunk.views + kViewsMax - 1, chunk.views + kViewsMax);
+    chunk.views[0] = static_cast<std::uint32_t>(offset / chunk_bytes_);
     chunk.owner = mapping;  // It is mapped for a block there.
     ++mapping_count_;
     for (std::size_t g = offset; g < offset + chunk.bytes; g += chunk_bytes_) {

@@ -10,10 +10,6 @@ namespace forebay::internal {
 
 namespace {
 
-// Addresses of one chunk that a miss looks at, the latest first. More: misses take longer in a job of many
-// different steps. Fewer: more blocks are stitched.
-constexpr std::size_t kViewsMax = 4;
-
 // A mapped range of which some memory may be free.
 bool readable(const Range* range) {
   return range != nullptr && (range->kind == RangeKind::kFree || range->kind == RangeKind::kLive ||
@@ -284,22 +280,79 @@ bool ChunkedArena::gather(const Placement& placement, bool own_region_only) {
   return !other_extents_.empty();
 }
 
+// After gather: false if no run of mapped addresses shows only gathered memory and has `bytes`. True if one
+// may. growth_mutex_ held too.
+//
+// A run is the end of a chunk, whole chunks, and the beginning of a chunk, or one extent. Most requests that
+// miss are so large that a run for them has more whole chunks than lie side by side anywhere. A row of them
+// contains a multiple of each smaller distance, so only the few addresses with a multiple are looked at, and
+// no sort is needed.
+bool ChunkedArena::may_be_shown(std::size_t bytes) {
+  std::size_t head_bytes = 0;    // The longest end of a chunk.
+  std::size_t tail_bytes = 0;    // The longest beginning of one.
+  std::size_t inside_bytes = 0;  // The longest other part.
+  std::size_t whole_bytes = 0;
+  std::size_t largest_bytes = 0;  // The largest whole chunk.
+  ++stamp_;
+  for (const Extent& extent : extents_) {
+    PhysicalChunk& chunk = chunks_[extent.chunk];
+    const bool at_end = extent.end == chunk.bytes;
+    if (at_end && extent.begin == 0) {
+      whole_bytes += extent.bytes();
+      largest_bytes = std::max(largest_bytes, chunk.bytes);
+      chunk.stamp = stamp_;
+    } else if (at_end) {
+      head_bytes = std::max(head_bytes, extent.bytes());
+    } else if (extent.begin == 0) {
+      tail_bytes = std::max(tail_bytes, extent.bytes());
+    } else {
+      inside_bytes = std::max(inside_bytes, extent.bytes());
+    }
+  }
+  if (bytes <= std::max({inside_bytes, largest_bytes, head_bytes + tail_bytes})) return true;
+  const std::size_t missing_bytes = bytes - head_bytes - tail_bytes;
+  if (missing_bytes > whole_bytes) return false;
+  // With fewer than eight chunks too many addresses have one.
+  const std::size_t distance = std::bit_floor(missing_bytes);
+  if (distance < 8 * largest_bytes) return true;
+  // The mapping at this address, if it shows a whole chunk. Older addresses of a chunk than a search looks
+  // at, and a chunk that a row shows twice, make the row too long here, which costs time only.
+  const auto whole_at = [&](std::size_t offset) -> const Mapping* {
+    const GranuleTable::Entry* entry = offset < reserve_bytes_ ? granules_.find(offset) : nullptr;
+    if (entry == nullptr || entry->mapping == kNone || chunks_[entry->chunk].stamp != stamp_) return nullptr;
+    return &mappings_[entry->mapping];
+  };
+  for (const Extent& extent : extents_) {
+    const PhysicalChunk& chunk = chunks_[extent.chunk];
+    if (chunk.stamp != stamp_) continue;
+    for (const std::uint32_t view : chunk.views) {
+      if (view == kNone) break;
+      std::size_t begin = view * chunk_bytes_;
+      std::size_t end = begin + chunk.bytes;
+      if (align_up(begin, distance) >= end) continue;
+      const Mapping* here = nullptr;
+      while (end - begin < missing_bytes && (here = whole_at(end)) != nullptr)
+        end += chunks_[here->chunk].bytes;
+      while (end - begin < missing_bytes && begin > 0 && (here = whole_at(begin - 1)) != nullptr)
+        begin = here->offset;
+      if (end - begin >= missing_bytes) return true;
+    }
+  }
+  return false;
+}
+
 // After gather: the shortest run of mapped addresses that show only gathered memory and can hold the block,
 // among the latest addresses of each chunk.
 // growth_mutex_ held too.
 bool ChunkedArena::find_shown(const Placement& placement, std::size_t* start) {
-  std::size_t gathered_bytes = 0;
-  for (const Extent& extent : extents_) gathered_bytes += extent.bytes();
-  if (gathered_bytes < placement.bytes) return false;
+  if (!may_be_shown(placement.bytes)) return false;
   // All addresses that show gathered memory, in their order. Only stranded ones cannot be read.
   const bool all_readable = stranded_count_ == 0;
   views_.clear();
   for (const Extent& extent : extents_) {
-    std::size_t left = kViewsMax;
-    for (std::uint32_t i = chunks_[extent.chunk].first_mapping; i != kNone && left > 0;
-         i = mappings_[i].next, --left) {
-      const std::size_t offset = mappings_[i].offset;
-      if (views_.size() == views_.capacity()) break;
+    for (const std::uint32_t view : chunks_[extent.chunk].views) {
+      if (view == kNone || views_.size() == views_.capacity()) break;
+      const std::size_t offset = view * chunk_bytes_;
       if (!all_readable && !readable(granules_.find(offset)->range)) continue;
       views_.push_back({extent.chunk, offset + extent.begin, offset + extent.end});
     }
