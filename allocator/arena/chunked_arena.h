@@ -318,6 +318,7 @@ class ChunkedArena final : public Arena {
   Range* shade(const Range* range, std::size_t begin, std::size_t end, Taken* taken);
   void shade(const Extent& extent, const Placement& placement, Taken* taken);
   std::size_t shade_row(std::span<const std::uint32_t> chunks, const Placement& placement, Taken* taken);
+  bool lies_among_blocks(const Range* range) const;
   bool gather(const Placement& placement, bool own_region_only);
   bool may_be_shown(std::size_t bytes);
   bool find_shown(const Placement& placement, std::size_t* start);

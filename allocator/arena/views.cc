@@ -229,6 +229,13 @@ Range* ChunkedArena::own_here(std::size_t begin, std::size_t end, const Placemen
   return range;
 }
 
+// True if blocks of the same chunk lie on both sides, so that its memory can be joined to no other.
+bool ChunkedArena::lies_among_blocks(const Range* range) const {
+  const std::size_t inside = chunk_bytes_ - 1;
+  const bool alone = (range->offset & inside) != 0 && (range->offset & inside) + range->bytes < chunk_bytes_;
+  return alone && range->previous->kind == RangeKind::kLive && range->next->kind == RangeKind::kLive;
+}
+
 // Collects the usable extents of chunks in extents_, sorted, neighbours joined: those of at most gather_max_
 // ranges of each class. Leaves out extents that can neither hold the block nor be joined to another chunk's.
 // Room has been made. True if the other region had some. growth_mutex_ held too.
@@ -236,6 +243,7 @@ bool ChunkedArena::gather(const Placement& placement, bool own_region_only) {
   const auto add_ranges = [&](std::uint8_t region, std::vector<Extent>& extents) {
     extents.clear();
     const bool all = for_each_usable(placement, region, gather_max_, [&](const Range* range) {
+      if (range->bytes < placement.bytes && lies_among_blocks(range)) return;
       for (std::size_t offset = range->offset; offset < range->end();) {
         const Mapping& here = mappings_[granules_.find(offset)->mapping];
         const std::size_t to = std::min(range->end() - here.offset, chunks_[here.chunk].bytes);
