@@ -226,8 +226,8 @@ class Tokens(unittest.TestCase):
                 with self.subTest(file=file, text=name):
                     expected = self.tokenizer.encode(text)
                     found = self.tokens(self.place / file, text)
-                    for i, (one, other) in enumerate(zip(found, expected.ids)):
-                        self.assertEqual(one, other, f"token {i}, after {expected.tokens[max(0, i - 5):i]}")
+                    different = [i for i, (one, other) in enumerate(zip(found, expected.ids)) if one != other]
+                    self.assertEqual(different[:1], [])
                     self.assertEqual(len(found), len(expected.ids))
 
     def test_added_tokens_are_found_in_the_text(self):
