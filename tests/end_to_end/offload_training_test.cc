@@ -197,15 +197,13 @@ TEST_F(OffloadTraining, ResumesAfterAKillAtAnyMomentAndLeavesNothingOnTheDrive) 
     const Json whole = report_of(words);
     const std::string state = directory_ / "state";
     fs::remove_all(state);
-    const Words saving = words + in_files(offload) + Words{"--save-state", state, "--save-every", "6"};
-    const auto resuming = [&] {
-      return fs::exists(state + "/latest") ? Words{"--load-state", state} : Words{};
-    };
+    const Words saving =
+        words + in_files(offload) + Words{"--save-state", state, "--save-every", "6", "--resume"};
     int kills = 0;
     for (int attempt = 0; attempt < 4; ++attempt) {
-      Process process(saving + resuming(), variables());
+      Process process(saving, variables());
       // From this line on the files exist; training may have begun.
-      ASSERT_TRUE(process.wait_for_output("to nvme: "));
+      ASSERT_TRUE(process.wait_for_output("to nvme: ")) << process.finish().output;
       const int microseconds = std::uniform_int_distribution<int>(0, 150'000)(random);
       const std::timespec moment{0, microseconds * 1000L};
       ::clock_nanosleep(CLOCK_MONOTONIC, 0, &moment, nullptr);
@@ -217,7 +215,7 @@ TEST_F(OffloadTraining, ResumesAfterAKillAtAnyMomentAndLeavesNothingOnTheDrive) 
       // kill -9 of the launcher leaves its rendezvous directory, by design.
       for (const auto& entry : fs::directory_iterator(directory_ / "tmp")) fs::remove_all(entry.path());
     }
-    const Json resumed = report_of(saving + resuming());
+    const Json resumed = report_of(saving);
     EXPECT_GE(kills, 1);
     EXPECT_EQ(resumed.at("digest"), whole.at("digest"));
     const std::size_t first = resumed.at("first_step");
