@@ -306,7 +306,19 @@ std::int32_t forebay_engine_declare_shape(forebay_engine* engine, std::int32_t u
     if (shape == nullptr && dimension_count != 0)
       misuse("shape is null and has dimensions; give an address, or no dimensions");
     const auto held = hold(engine);
-    engine_of(*held).declare_shape(resolve(*held, unit, index), {shape, dimension_count});
+    const ParameterId id = resolve(*held, unit, index);
+    if (held->engine != nullptr) return held->engine->declare_shape(id, {shape, dimension_count});
+    ParameterShape& parameter =
+        held->shape.units[static_cast<std::size_t>(id.unit)].parameters[static_cast<std::size_t>(id.index)];
+    // Divides rather than multiplies, which could overflow.
+    std::uint64_t left = parameter.count;
+    for (std::uint64_t i = 0; i < dimension_count; ++i)
+      left = shape[i] != 0 && left % shape[i] == 0 ? left / shape[i] : 0;
+    if (left != 1) {
+      misuse("the dimensions of parameter " + parameter.name + " do not multiply to its " +
+             std::to_string(parameter.count) + " elements; give its shape");
+    }
+    parameter.shape.assign(shape, shape + dimension_count);
   });
 }
 

@@ -165,6 +165,24 @@ TEST(CApiEngine, PlansWithoutADevice) {
   EXPECT_EQ(trained["model"], planned["model"]);
 }
 
+TEST(CApiEngine, PlansTheFactorsOfDeclaredShapes) {
+  std::uint64_t bytes[2] = {};
+  for (const bool declared : {false, true}) {
+    const auto plan = c::make<c::Engine>(forebay_engine_plan, c::Options{{"optimizer", "adafactor"}});
+    const auto unit = c::get<std::int32_t>(forebay_engine_add_unit, plan, "unit", 0);
+    const auto w = c::get<std::int32_t>(forebay_engine_add_parameter, plan, unit, "w", 256 * 1024, 0, 0);
+    const std::uint64_t wrong[] = {256, 1023}, shape[] = {256, 1024};
+    EXPECT_EQ(forebay_engine_declare_shape(plan, unit, w, wrong, 2), FOREBAY_INVALID_ARGUMENT);
+    EXPECT_NE(last_error().find("262144 elements"), std::string::npos) << last_error();
+    if (declared) {
+      ASSERT_OK(forebay_engine_declare_shape(plan, unit, w, shape, 2));
+    }
+    const auto report = nlohmann::json::parse(c::get<const char*>(forebay_engine_report, plan));
+    bytes[declared ? 1 : 0] = report["plan"]["bytes"]["optimizer"];
+  }
+  EXPECT_LT(bytes[1], bytes[0]);
+}
+
 TEST(CApiEngine, RefusesAReleaseOnAnotherStream) {
   One one;
   one.commit();
