@@ -290,19 +290,23 @@ void HostOperations::run(const GainBackward& a) {
 // Rows of queries go in blocks of kRows, so that a key or a value is loaded once for kRows of them and sums
 // stay in registers. Each sum ascends as it does row by row, so the blocks change no bit.
 
+constexpr std::size_t kMostRows = 8;
+constexpr std::size_t kMostLanes = 16;
+constexpr std::size_t kLanesHere = hn::MaxLanes(hn::ScalableTag<float>());
+static_assert(kLanesHere <= kMostLanes);
 constexpr std::size_t kRows =
-    hn::MaxLanes(hn::ScalableTag<float>()) >= 16 ? 8 : 4;  // They fill the registers.
+    kLanesHere == kMostLanes ? kMostRows : kMostRows / 2;  // They fill the registers.
 
 // The floats of one row over the sequence: whole vectors, so that a vector of keys ends inside of the
 // workspace, and one cache line, because rows a power of two apart share few sets of the cache.
 std::size_t padded(const Attention& shape) {
-  return round_up(shape.sequence, 32) + 16;
+  return round_up(shape.sequence, 2 * kMostLanes) + kMostLanes;
 }
 
-// The workspace of one thread, in floats: keys and values of a head, transposed, and two blocks of weights, as
-// large as on any processor.
+// The workspace of one thread, in floats: keys and values of a head, transposed, and two blocks of weights,
+// as large as on any processor.
 std::size_t attention_count(const Attention& shape) {
-  return (2 * shape.head_columns() + 2 * 8) * padded(shape);
+  return (2 * shape.head_columns() + 2 * kMostRows) * padded(shape);
 }
 
 // target[c][row] = source[row][c]: sums over columns then run along memory.
