@@ -113,7 +113,7 @@ TEST(Terminal, CompletesInBash) {
 }
 
 TEST(Terminal, HelpFitsTheWidth) {
-  for (const std::string& columns : {"60", "100"}) {
+  for (const char* columns : {"60", "100"}) {
     const Finished help = forebay({"help", "plan"}, {{"COLUMNS", columns}});
     EXPECT_EQ(help.exit_code, 0);
     std::istringstream lines(help.output);
