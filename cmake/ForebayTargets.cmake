@@ -11,6 +11,9 @@ set(FOREBAY_PROGRAM_RPATH "$ORIGIN/../${CMAKE_INSTALL_LIBDIR}")
 if(NOT CMAKE_INSTALL_LIBDIR STREQUAL "lib")
   list(APPEND FOREBAY_PROGRAM_RPATH "$ORIGIN/../lib")
 endif()
+if(FOREBAY_STANDALONE)
+  set(FOREBAY_PROGRAM_RPATH "$ORIGIN")  # A wheel has the command beside the libraries.
+endif()
 
 # The preload and the programs that use it open the core by this name.
 set(FOREBAY_CORE_SONAME "libforebay-core.so.${PROJECT_VERSION_MAJOR}")

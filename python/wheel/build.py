@@ -278,9 +278,10 @@ set(CMAKE_FIND_ROOT_PATH_MODE_PACKAGE ONLY)
         return self.cmake(
             "forebay", ROOT, "--fresh", "-DFOREBAY_STANDALONE=ON", "-DFOREBAY_TESTS=OFF", "-DFOREBAY_SAMPLES=OFF",
             "-DFOREBAY_BENCHMARKS=OFF", "-DFOREBAY_HWLOC=OFF", "-DFOREBAY_ONEDNN=OFF",
-            "-DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON", "-DCMAKE_SKIP_RPATH=ON", "-DCMAKE_VISIBILITY_INLINES_HIDDEN=ON",
+            "-DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON", "-DCMAKE_VISIBILITY_INLINES_HIDDEN=ON",
             f"-DCMAKE_C_FLAGS_RELEASE={flags}", f"-DCMAKE_CXX_FLAGS_RELEASE={flags}",
-            f"-DCMAKE_EXE_LINKER_FLAGS={link}", f"-DCMAKE_SHARED_LINKER_FLAGS={link}",
+            # -z defs: a function that this version of glibc lacks is an error here, and not when the library is loaded.
+            f"-DCMAKE_EXE_LINKER_FLAGS={link}", f"-DCMAKE_SHARED_LINKER_FLAGS={link} -Wl,-z,defs",
             # The kernels' image is the same for every processor.
             f"-DFOREBAY_NVCC={nvcc}", f"-DFOREBAY_NVCC_HOST_COMPILER={shutil.which('c++')}",
             targets="forebay-c forebay-core forebay-preload forebay-command")

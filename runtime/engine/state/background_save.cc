@@ -1,7 +1,6 @@
 #include "runtime/engine/state/background_save.h"
 
 #include <sys/resource.h>
-#include <unistd.h>
 
 #include <exception>
 #include <new>
@@ -77,7 +76,7 @@ void BackgroundSave::give_up() {
 
 void BackgroundSave::run() {
   // The training comes first. Where the system refuses, the thread is as the others.
-  static_cast<void>(::setpriority(PRIO_PROCESS, static_cast<id_t>(::gettid()), kNiceness));
+  static_cast<void>(::setpriority(PRIO_PROCESS, 0, kNiceness));  // 0 is the calling thread, on Linux.
   Status status = job_.copied();
   std::optional<StateDirectory> directory;
   try {
