@@ -172,8 +172,12 @@ def try_it(wheel):
             os.chown(home, 65534, 65534)  # A store in a directory that all may write is refused.
         environment = {"HOME": home, "PATH": os.path.join(home, "venv/bin"),
                        **{name: value for name, value in os.environ.items() if re.match("PIP_|FOREBAY_TRIAL|https?_proxy", name)}}
-        done = subprocess.run([sys.executable, "wheel_trial.py", wheel.name, "minimal.py"], cwd=home, env=environment,
-                              stdin=subprocess.DEVNULL, check=False, **user)
+        words = [sys.executable, "wheel_trial.py", wheel.name, "minimal.py"]
+        try:
+            done = subprocess.run(words, cwd=home, env=environment, stdin=subprocess.DEVNULL, check=False, **user)
+        except PermissionError:
+            sys.exit(f"FAILED: a user who is not root may not start {sys.executable}. Install debootstrap, or run this with "
+                     "/usr/bin/python3")
         expect(done.returncode == 0, "the wheel in an environment of this Python")
 
 
