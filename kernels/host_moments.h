@@ -27,6 +27,9 @@ struct MomentKernels {
   void (*update)(const HostAdamArguments& arguments, std::size_t begin, std::size_t end, Rounding rounding);
 };
 
+// The arguments for the elements from `start` on. Their m and v are left, and their count.
+AdamWArguments from_element(const AdamWArguments& arguments, std::size_t start) noexcept;
+
 // The same update for every optimizer and master, in blocks that are fp32 in between.
 void update_in_blocks(const HostAdamArguments& arguments, std::size_t begin, std::size_t end,
                       Rounding rounding, const MomentKernels& moments, const RangeKernels& kernels);

@@ -99,6 +99,15 @@ const MomentKernels& scalar_moment_kernels() noexcept {
   return kKernels;
 }
 
+AdamWArguments from_element(const AdamWArguments& arguments, std::size_t start) noexcept {
+  AdamWArguments part = arguments;
+  part.gradient = static_cast<const std::byte*>(part.gradient) + start * element_bytes(part.gradient_type);
+  if (part.master != nullptr) part.master += start;
+  if (part.parameter != nullptr)
+    part.parameter = static_cast<std::byte*>(part.parameter) + start * element_bytes(part.parameter_type);
+  return part;
+}
+
 void update_in_blocks(const HostAdamArguments& a, std::size_t begin, std::size_t end, Rounding rounding,
                       const MomentKernels& moments, const RangeKernels& kernels) {
   const bool is_narrow = a.moments.format != MomentFormat::kFloat32;
@@ -109,19 +118,11 @@ void update_in_blocks(const HostAdamArguments& a, std::size_t begin, std::size_t
   for (std::size_t start = begin; start < end; start += kMomentBlockCount) {
     const std::size_t count = std::min(end - start, kMomentBlockCount);
     const Moments kept = moments_from(a.moments, start, no_v);
-    AdamWArguments part = a.update;
-    part.gradient =
-        static_cast<const std::byte*>(a.update.gradient) + start * element_bytes(a.update.gradient_type);
-    if (a.update.parameter != nullptr) {
-      part.parameter =
-          static_cast<std::byte*>(a.update.parameter) + start * element_bytes(a.update.parameter_type);
-    }
+    AdamWArguments part = from_element(a.update, start);
     std::uint16_t* const half = a.half.elements == nullptr ? nullptr : a.half.elements + start;
     if (half != nullptr) {
       kernels.cast({half, p, count, DataType::kBfloat16, DataType::kFloat32}, 0, count);
       part.master = p;
-    } else {
-      part.master = a.update.master + start;
     }
     part.m = m;
     part.v = has_v ? v : nullptr;

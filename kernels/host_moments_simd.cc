@@ -1,9 +1,11 @@
 // The host's update, and loading and storing narrow m and v, in SIMD, compiled once per instruction set.
-// Every body follows moments.h and definitions.h operation by operation; the rest of a range after whole
-// vectors or blocks goes to the scalar definition. Which instruction sets take part: simd_elements.h.
+// Every body follows moments.h and definitions.h operation by operation, or by others with the same bits; the
+// rest of a range after whole groups or blocks goes to update_in_blocks() or the scalar definition. Which
+// instruction sets take part: simd_elements.h.
 #define HWY_DISABLED_TARGETS (HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV)
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 
 #include "kernels/host_moments.h"
@@ -19,12 +21,19 @@ HWY_BEFORE_NAMESPACE();
 namespace forebay::host_kernels {
 namespace HWY_NAMESPACE {
 
+const MomentKernels* moment_kernels();
+
 #ifdef FOREBAY_SIMD
 
 namespace hn = hwy::HWY_NAMESPACE;
 
 using BitTag = hn::RebindToUnsigned<FloatTag>;
 using BitVector = hn::Vec<BitTag>;
+using WordTag = hn::Repartition<std::uint16_t, FloatTag>;
+using WordVector = hn::Vec<WordTag>;
+using ByteTag = hn::Repartition<std::uint8_t, FloatTag>;
+
+constexpr std::size_t kLanes = hn::MaxLanes(FloatTag());
 
 HWY_INLINE BitVector bits_of(FloatVector v) {
   return hn::BitCast(BitTag(), v);
@@ -38,31 +47,79 @@ HWY_INLINE BitVector set_bits(std::uint32_t value) {
   return hn::Set(BitTag(), value);
 }
 
+HWY_INLINE WordVector words_of(BitVector v) {
+  return hn::BitCast(WordTag(), v);
+}
+
+HWY_INLINE WordVector set_words(std::uint32_t value) {
+  return hn::Set(WordTag(), static_cast<std::uint16_t>(value));
+}
+
 HWY_INLINE FloatVector canonical_vector(FloatVector v) {
   return canonical_vector(FloatTag(), v);
 }
 
-HWY_INLINE BitVector dither_vector(BitVector seed, BitVector m, BitVector v) {
-  auto h = hn::Mul(hn::Xor(m, seed), set_bits(definitions::kDitherFactor1));
-  h = hn::Mul(hn::Xor3(h, hn::ShiftRight<15>(h), v), set_bits(definitions::kDitherFactor2));
-  return hn::Xor(h, hn::ShiftRight<16>(h));
+// The same value, which the compiler does not know. GCC makes a constant that it knows again in each turn of
+// a loop, on the execution port that moves words, where registers are short.
+template <class V>
+HWY_INLINE V hidden(V v) {
+#if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3
+  asm("" : "+v"(v.raw));
+#endif
+  return v;
 }
 
-// drop_bits(); `random` is not read unless dithered.
-template <int shift, bool dithered>
-HWY_INLINE BitVector drop_vector(BitVector bits, BitVector random) {
-  if constexpr (dithered) return hn::ShiftRight<shift>(hn::Add(bits, random));
-  const auto odd = hn::And(hn::ShiftRight<shift>(bits), set_bits(1));
-  return hn::ShiftRight<shift>(hn::Add(hn::Add(bits, set_bits((1u << (shift - 1)) - 1u)), odd));
+// (a ^ b) & mask
+HWY_INLINE BitVector xor_and(BitVector a, BitVector b, BitVector mask) {
+#if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3
+  return BitVector{_mm512_ternarylogic_epi32(a.raw, b.raw, mask.raw, 0x28)};
+#else
+  return hn::And(hn::Xor(a, b), mask);
+#endif
 }
+
+// The greater of two magnitudes.
+HWY_INLINE FloatVector greater_magnitude(FloatVector a, FloatVector b) {
+#if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3
+  return FloatVector{_mm512_range_ps(a.raw, b.raw, 0xB)};
+#else
+  return hn::Max(a, hn::Abs(b));
+#endif
+}
+
+// dither_bits() before its last step: the random bits are h ^ shifted, with shifted = h >> 16.
+struct DitherHash {
+  BitVector h, shifted;
+};
+
+// Gives them, or the lower bits that v takes, for one step.
+class Dither {
+ public:
+  HWY_INLINE Dither(std::uint32_t seed, std::uint32_t mask_of_v)
+      : seed_(hidden(set_bits(seed))),
+        factor1_(hidden(set_bits(definitions::kDitherFactor1))),
+        factor2_(hidden(set_bits(definitions::kDitherFactor2))),
+        mask_of_v_(hidden(set_bits(mask_of_v))) {}
+  HWY_INLINE DitherHash operator()(BitVector m, BitVector v) const {
+    auto h = hn::Mul(hn::Xor(m, seed_), factor1_);
+    h = hn::Mul(hn::Xor3(h, hn::ShiftRight<15>(h), v), factor2_);
+    return {h, hn::ShiftRight<16>(h)};
+  }
+  HWY_INLINE BitVector of_v(const DitherHash& hash) const {
+    return xor_and(hash.h, hash.shifted, mask_of_v_);
+  }
+
+ private:
+  BitVector seed_, factor1_, factor2_, mask_of_v_;
+};
 
 // A turn of a loop: whole lines of the caches in every type, each of which is fetched once.
 constexpr std::size_t kTurnCount = 64;
 
 // How far ahead of its use memory is fetched. Further (2 KiB): 18 % slower on a Zen 4, because the
-// processor's own prefetchers lose their streams. Not at all: 8 % slower on a processor whose prefetchers
-// stop at each page.
-constexpr std::size_t kPrefetchBytes = 256;
+// processor's own prefetchers lose their streams. Nearer (256 bytes): 2 to 9 % slower on a Xeon. Not at all:
+// 8 % slower on a processor whose prefetchers stop at each page.
+constexpr std::size_t kPrefetchBytes = 512;
 
 template <class T>
 HWY_INLINE void prefetch_turn(const T* source) {
@@ -71,10 +128,11 @@ HWY_INLINE void prefetch_turn(const T* source) {
     hwy::Prefetch(source + kPrefetchBytes / sizeof(T) + i);
 }
 
-// Vectors that are updated side by side. More: they no longer fit into the registers.
-constexpr std::size_t kVectorsAtOnce = 4;
-constexpr std::size_t kCountAtOnce = kVectorsAtOnce * hn::MaxLanes(FloatTag());
-static_assert(kTurnCount % kCountAtOnce == 0);
+// A group of vectors that are updated side by side: while the roots and quotients of some are computed, the
+// processor does the rest of others. More: they no longer fit into the registers.
+constexpr std::size_t kGroupVectors = 4;
+constexpr std::size_t kGroupCount = kGroupVectors * kLanes;
+static_assert(kTurnCount % kGroupCount == 0);
 
 // GCC leaves short loops rolled at -O2, and then keeps arrays of vectors in memory.
 #ifdef __clang__
@@ -83,12 +141,126 @@ static_assert(kTurnCount % kCountAtOnce == 0);
 #define FOREBAY_UNROLL _Pragma("GCC unroll 4")
 #endif
 
-// --- the low-precision parameter ---
+// --- bf16 ---
 
-// A device reads the parameter next, so it is written past the caches: no line of it is read to be
-// overwritten, and none of the others is driven out. 5 to 8 % of a whole step. Not where it takes the place
-// of its gradient, whose lines are there already (5 % slower), and only where each vector is aligned, as the
-// instruction demands.
+using Half = VectorElement<DataType::kBfloat16>;
+using HalfTag = hn::Rebind<std::uint16_t, FloatTag>;
+
+// Rearranges words and bytes. Its constants are made once, before a loop.
+#if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3
+class Words {
+ public:
+  HWY_INLINE Words() {
+    const BitTag d;
+    HWY_ALIGN static constexpr std::uint32_t kLane[4] = {0, 0x04040404, 0x08080808, 0x0C0C0C0C};
+    const auto lane = hn::LoadDup128(d, kLane);
+    const auto numbers = hn::Iota(d, 0);
+    wide_[0] = hidden(hn::ShiftLeft<16>(numbers));
+    wide_[1] = hidden(hn::ShiftLeft<16>(hn::Add(numbers, set_bits(16))));
+    upper_words_ = hidden(hn::Add(lane, set_bits(0x03020302)));
+    lower_words_ = hidden(hn::Add(lane, set_bits(0x01000100)));
+    upper_bytes_ = hidden(hn::Add(lane, set_bits(0x03030101)));
+    // Lane j < 8 gets the even words from 4 j on, and the other lanes the odd ones.
+    const auto first = hn::ShiftLeft<2>(hn::And(numbers, set_bits(7)));
+    const auto odd = hn::ShiftRight<3>(numbers);
+    const auto both = hn::Or(hn::Or(first, odd), hn::ShiftLeft<16>(hn::Or(first, odd)));
+    in_order_ = hidden(hn::Add(both, set_bits(0x00020000)));
+    one_ = hidden(set_bits(0x00010001));
+    tie_ = hidden(set_bits(0x80008000));
+    all_ = hidden(set_bits(0xFFFFFFFF));
+  }
+
+  // Two vectors of bf16 elements, widened: each goes to the upper half of its lane.
+  HWY_INLINE void load_halves(const std::uint16_t* source, FloatVector& first, FloatVector& second) const {
+    const auto words = hn::LoadU(WordTag(), source);
+    first = from_bits(BitVector{_mm512_maskz_permutexvar_epi16(kUpper, wide_[0].raw, words.raw)});
+    second = from_bits(BitVector{_mm512_maskz_permutexvar_epi16(kUpper, wide_[1].raw, words.raw)});
+  }
+
+  // The upper words of the lanes of two vectors side by side, that of `first` below.
+  HWY_INLINE WordVector upper_words(BitVector first, BitVector second) const {
+    return WordVector{_mm512_mask_shuffle_epi8(second.raw, 0x3333333333333333u, first.raw, upper_words_.raw)};
+  }
+
+  // The upper halves of two vectors, in order.
+  HWY_INLINE WordVector upper_halves(BitVector first, BitVector second) const {
+    return in_order(upper_words(first, second));
+  }
+
+  // The same, rounded to the nearest, ties to even: see round_upper().
+  HWY_INLINE WordVector nearest_halves(BitVector first, BitVector second) const {
+    const auto upper = upper_words(first, second);
+    const auto lower = _mm512_mask_shuffle_epi8(first.raw, 0xCCCCCCCCCCCCCCCCu, second.raw, lower_words_.raw);
+    const auto marked = hn::OrAnd(WordVector{lower}, upper, words_of(one_));
+    const auto is_more = _mm512_cmpgt_epu16_mask(marked.raw, tie_.raw);
+    return in_order(WordVector{_mm512_mask_sub_epi16(upper.raw, is_more, upper.raw, all_.raw)});
+  }
+
+  // The words with the uppermost bit of `sign`.
+  HWY_INLINE WordVector with_sign(WordVector words, WordVector sign) const {
+    return hn::IfVecThenElse(words_of(tie_), sign, words);  // Bit by bit on this instruction set.
+  }
+
+  // The upper bytes of the words of two vectors side by side, that of `first` below.
+  HWY_INLINE hn::Vec<ByteTag> upper_bytes(WordVector first, WordVector second) const {
+    return hn::Vec<ByteTag>{
+        _mm512_mask_shuffle_epi8(second.raw, 0x5555555555555555u, first.raw, upper_bytes_.raw)};
+  }
+
+ private:
+  static constexpr std::uint32_t kUpper = 0xAAAAAAAAu;
+
+  HWY_INLINE WordVector in_order(WordVector words) const {
+    return WordVector{_mm512_permutexvar_epi16(in_order_.raw, words.raw)};
+  }
+
+  BitVector wide_[2], upper_words_, lower_words_, upper_bytes_, in_order_, one_, tie_, all_;
+};
+#else
+class Words {
+ public:
+  HWY_INLINE void load_halves(const std::uint16_t* source, FloatVector& first, FloatVector& second) const {
+    first = Half::load(FloatTag(), source);
+    second = Half::load(FloatTag(), source + kLanes);
+  }
+  HWY_INLINE WordVector upper_words(BitVector first, BitVector second) const {
+    return hn::OddEven(words_of(second), words_of(hn::ShiftRight<16>(first)));
+  }
+  HWY_INLINE WordVector upper_halves(BitVector first, BitVector second) const {
+    return hn::ConcatOdd(WordTag(), words_of(second), words_of(first));
+  }
+  HWY_INLINE WordVector nearest_halves(BitVector first, BitVector second) const {
+    return upper_halves(round_upper<16>(BitTag(), first), round_upper<16>(BitTag(), second));
+  }
+  HWY_INLINE WordVector with_sign(WordVector words, WordVector sign) const {
+    return hn::OrAnd(hn::And(words, set_words(0x7FFF)), sign, set_words(0x8000));
+  }
+  HWY_INLINE hn::Vec<ByteTag> upper_bytes(WordVector first, WordVector second) const {
+    const ByteTag d;
+    return hn::OddEven(hn::BitCast(d, second), hn::BitCast(d, hn::ShiftRight<8>(first)));
+  }
+};
+#endif
+
+// The vectors of a group from memory, widened.
+template <DataType type>
+HWY_INLINE void load_group(const Words& words, const Storage<type>* source,
+                           FloatVector (&values)[kGroupVectors]) {
+  FOREBAY_UNROLL
+  for (std::size_t k = 0; k < kGroupVectors; ++k) {
+    if constexpr (type != DataType::kBfloat16) {
+      values[k] = VectorElement<type>::load(FloatTag(), source + k * kLanes);
+    } else if (k % 2 == 0) {
+      words.load_halves(source + k * kLanes, values[k], values[k + 1]);
+    }
+  }
+}
+
+// The low-precision parameter.
+//
+// A device reads it next, so it is written past the caches: no line of it is read to be overwritten, and none
+// of the others is driven out. 5 to 8 % of a whole step. Not where it takes the place of its gradient, whose
+// lines are there already (5 % slower), and only where each vector is aligned, as the instruction demands.
 template <DataType type>
 class ParameterWriter {
  public:
@@ -96,30 +268,33 @@ class ParameterWriter {
       : parameter_(static_cast<Storage<type>*>(a.parameter)),
         streams_(a.parameter != a.gradient &&
                  (reinterpret_cast<std::uintptr_t>(a.parameter) + begin * sizeof(Storage<type>)) %
-                         (hn::Lanes(Tag()) * sizeof(Storage<type>)) ==
+                         sizeof(FloatVector) ==
                      0) {}
-  // Order: the writes are visible to other threads when they learn of the end of this block.
-  ~ParameterWriter() { hwy::FlushStream(); }
-
-  HWY_INLINE void write(FloatVector p, std::size_t i) const {
-    const auto rounded = VectorElement<type>::rounded(FloatTag(), p);
-    if (streams_) {
-      hn::Stream(rounded, Tag(), parameter_ + i);
-    } else {
-      hn::StoreU(rounded, Tag(), parameter_ + i);
+  HWY_INLINE void write(const Words& words, const FloatVector (&p)[kGroupVectors], std::size_t i) const {
+    FOREBAY_UNROLL
+    for (std::size_t k = 0; k < kGroupVectors; ++k) {
+      if constexpr (type != DataType::kBfloat16) {
+        write(VectorElement<type>::rounded(FloatTag(), p[k]), hn::Rebind<Storage<type>, FloatTag>(),
+              parameter_ + i + k * kLanes);
+      } else if (k % 2 == 0) {
+        write(words.nearest_halves(bits_of(p[k]), bits_of(p[k + 1])), WordTag(), parameter_ + i + k * kLanes);
+      }
     }
   }
 
  private:
-  using Tag = hn::Rebind<Storage<type>, FloatTag>;
+  template <class D>
+  HWY_INLINE void write(hn::Vec<D> values, D d, Storage<type>* target) const {
+    if (streams_) {
+      hn::Stream(values, d, target);
+    } else {
+      hn::StoreU(values, d, target);
+    }
+  }
+
   Storage<type>* parameter_;
   bool streams_;
 };
-
-// --- bf16 ---
-
-using Half = VectorElement<DataType::kBfloat16>;
-using HalfTag = hn::Rebind<std::uint16_t, FloatTag>;
 
 void load_bfloat16(const Moments& moments, std::size_t begin, std::size_t end, float* m, float* v) {
   const FloatTag d;
@@ -131,25 +306,21 @@ void load_bfloat16(const Moments& moments, std::size_t begin, std::size_t end, f
   }
 }
 
-// Both are canonical.
+// Adds random bits to m and v, which round their upper halves. Both are canonical, and the canonical NaN's
+// upper half does not change: its lower half is zero, so nothing carries.
 template <bool dithered>
-HWY_INLINE void store_bfloat16_vectors(FloatVector m, FloatVector v, BitVector seed, std::uint16_t* kept_m,
-                                       std::uint16_t* kept_v) {
+HWY_INLINE void round_halves(const Dither& dither, BitVector& m, BitVector& v) {
   if constexpr (dithered) {
-    // The upper halves of the sums, both at once. The canonical NaN does not change: its lower half is zero,
-    // so nothing carries.
-    const hn::Repartition<std::uint16_t, FloatTag> both;
-    const auto random = dither_vector(seed, bits_of(m), bits_of(v));
-    const auto sum_of_m = hn::Add(bits_of(m), hn::ShiftRight<16>(random));
-    const auto sum_of_v = hn::Add(bits_of(v), hn::And(random, set_bits(0xFFFF)));
-    const auto halves = hn::ConcatOdd(both, hn::BitCast(both, sum_of_v), hn::BitCast(both, sum_of_m));
-    hn::StoreU(hn::LowerHalf(HalfTag(), halves), HalfTag(), kept_m);
-    hn::StoreU(hn::UpperHalf(HalfTag(), halves), HalfTag(), kept_v);
-  } else {
-    const FloatTag d;
-    round_canonical<DataType::kBfloat16>(d, m, kept_m);
-    round_canonical<DataType::kBfloat16>(d, v, kept_v);
+    const auto hash = dither(m, v);
+    m = hn::Add(m, hash.shifted);
+    v = hn::Add(v, dither.of_v(hash));
   }
+}
+
+// The upper halves that are kept of vectors after round_halves().
+template <bool dithered>
+HWY_INLINE WordVector kept_halves(const Words& words, BitVector first, BitVector second) {
+  return dithered ? words.upper_halves(first, second) : words.nearest_halves(first, second);
 }
 
 template <bool dithered>
@@ -158,25 +329,44 @@ void store_bfloat16(const float* m, const float* v, std::size_t begin, std::size
   const FloatTag d;
   auto* kept_m = static_cast<std::uint16_t*>(moments.m);
   auto* kept_v = static_cast<std::uint16_t*>(moments.v);
-  const auto seed = set_bits(rounding.seed);
+  const Words words;
+  const Dither dither(rounding.seed, 0xFFFF);
   for (std::size_t i = begin; i < end; i += hn::Lanes(d)) {
-    store_bfloat16_vectors<dithered>(canonical_vector(hn::LoadU(d, m + (i - begin))),
-                                     canonical_vector(hn::LoadU(d, v + (i - begin))), seed, kept_m + i,
-                                     kept_v + i);
+    auto new_m = bits_of(canonical_vector(hn::LoadU(d, m + (i - begin))));
+    auto new_v = bits_of(canonical_vector(hn::LoadU(d, v + (i - begin))));
+    round_halves<dithered>(dither, new_m, new_v);
+    const auto halves = kept_halves<dithered>(words, new_m, new_v);
+    hn::StoreU(hn::LowerHalf(HalfTag(), halves), HalfTag(), kept_m + i);
+    hn::StoreU(hn::UpperHalf(HalfTag(), halves), HalfTag(), kept_v + i);
   }
 }
 
-// m and v as they are kept in kFloat32.
+// --- groups ---
+
+// m and v as they are kept in kFloat32. `new_values` gets those of vector k while the roots of others are
+// computed, `meanwhile` is called for each k between the quotients, and `store` last.
 struct KeptFloat32 {
   KeptFloat32(const Moments& moments, Rounding)
       : m(static_cast<float*>(moments.m)), v(static_cast<float*>(moments.v)) {}
-  HWY_INLINE FloatVector load_m(std::size_t i) const { return hn::LoadU(FloatTag(), m + i); }
-  HWY_INLINE FloatVector load_v(std::size_t i) const { return hn::LoadU(FloatTag(), v + i); }
-  HWY_INLINE void store(FloatVector new_m, FloatVector new_v, std::size_t i) const {
-    hn::StoreU(new_m, FloatTag(), m + i);
-    hn::StoreU(new_v, FloatTag(), v + i);
+  HWY_INLINE void load(const Words& words, std::size_t i, FloatVector (&old_m)[kGroupVectors],
+                       FloatVector (&old_v)[kGroupVectors]) const {
+    load_group<DataType::kFloat32>(words, m + i, old_m);
+    load_group<DataType::kFloat32>(words, v + i, old_v);
+  }
+  HWY_INLINE void new_values(std::size_t k, FloatVector m_of_k, FloatVector v_of_k) {
+    new_m[k] = m_of_k;
+    new_v[k] = v_of_k;
+  }
+  HWY_INLINE void meanwhile(const Words&, std::size_t) const {}
+  HWY_INLINE void store(const Words&, std::size_t i) const {
+    FOREBAY_UNROLL
+    for (std::size_t k = 0; k < kGroupVectors; ++k) {
+      hn::StoreU(new_m[k], FloatTag(), m + i + k * kLanes);
+      hn::StoreU(new_v[k], FloatTag(), v + i + k * kLanes);
+    }
   }
   float *m, *v;
+  FloatVector new_m[kGroupVectors], new_v[kGroupVectors];
 };
 
 // And in kBfloat16.
@@ -185,253 +375,392 @@ struct KeptBfloat16 {
   KeptBfloat16(const Moments& moments, Rounding rounding)
       : m(static_cast<std::uint16_t*>(moments.m)),
         v(static_cast<std::uint16_t*>(moments.v)),
-        seed(set_bits(rounding.seed)) {}
-  HWY_INLINE FloatVector load_m(std::size_t i) const { return Half::load(FloatTag(), m + i); }
-  HWY_INLINE FloatVector load_v(std::size_t i) const { return Half::load(FloatTag(), v + i); }
-  HWY_INLINE void store(FloatVector new_m, FloatVector new_v, std::size_t i) const {
-    store_bfloat16_vectors<dithered>(new_m, new_v, seed, m + i, v + i);
+        dither(rounding.seed, 0xFFFF) {}
+  HWY_INLINE void load(const Words& words, std::size_t i, FloatVector (&old_m)[kGroupVectors],
+                       FloatVector (&old_v)[kGroupVectors]) const {
+    load_group<DataType::kBfloat16>(words, m + i, old_m);
+    load_group<DataType::kBfloat16>(words, v + i, old_v);
+  }
+  HWY_INLINE void new_values(std::size_t k, FloatVector m_of_k, FloatVector v_of_k) {
+    new_m[k] = bits_of(m_of_k);
+    new_v[k] = bits_of(v_of_k);
+    round_halves<dithered>(dither, new_m[k], new_v[k]);
+  }
+  HWY_INLINE void meanwhile(const Words&, std::size_t) const {}
+  HWY_INLINE void store(const Words& words, std::size_t i) const {
+    FOREBAY_UNROLL
+    for (std::size_t k = 0; k < kGroupVectors; k += 2) {
+      hn::StoreU(kept_halves<dithered>(words, new_m[k], new_m[k + 1]), WordTag(), m + i + k * kLanes);
+      hn::StoreU(kept_halves<dithered>(words, new_v[k], new_v[k + 1]), WordTag(), v + i + k * kLanes);
+    }
   }
   std::uint16_t *m, *v;
-  BitVector seed;
+  Dither dither;
+  BitVector new_m[kGroupVectors], new_v[kGroupVectors];
 };
 
-// The update of `vector_count` vectors side by side: while the roots and quotients of some are computed, the
-// processor does the rest of others. `kept` loads and stores m and v, and `between` is done meanwhile.
-template <std::size_t vector_count, DataType gradient_type, DataType parameter_type, bool has_parameter,
-          class Kept, class Between>
-HWY_INLINE void update_vectors(const AdamWVectors& c, const AdamWArguments& a, std::size_t start, Kept& kept,
-                               const ParameterWriter<parameter_type>& parameter, const Between& between) {
+// The update of a group where all is finite. False, and nothing is stored, where a result is a NaN: one in m
+// or v reaches p, and so does an infinite root.
+template <DataType gradient_type, DataType parameter_type, bool has_parameter, class Kept>
+HWY_INLINE bool update_group(const AdamWVectors& c, const Words& words, const AdamWArguments& a,
+                             std::size_t start, Kept& kept,
+                             const ParameterWriter<parameter_type>& parameter) {
   const FloatTag d;
-  const auto* gradient = static_cast<const Storage<gradient_type>*>(a.gradient) + start;
-  float* master = a.master + start;
-  FloatVector p[vector_count], m[vector_count], root[vector_count];
+  FloatVector g[kGroupVectors], m[kGroupVectors], v[kGroupVectors], p[kGroupVectors];
+  load_group<gradient_type>(words, static_cast<const Storage<gradient_type>*>(a.gradient) + start, g);
+  kept.load(words, start, m, v);
   FOREBAY_UNROLL
-  for (std::size_t k = 0; k < vector_count; ++k) {
-    const std::size_t i = k * hn::Lanes(d);
-    p[k] = hn::LoadU(d, master + i);
-    m[k] = kept.load_m(start + i);
-    auto v = kept.load_v(start + i);
-    root[k] = adamw_root(c, VectorElement<gradient_type>::load(d, gradient + i), p[k], m[k], v);
-    if (HWY_UNLIKELY(!hn::AllFalse(d, hn::IsNaN(hn::Add(m[k], v))))) {
-      m[k] = canonical_vector(m[k]);
-      v = canonical_vector(v);
-    }
-    kept.store(m[k], v, start + i);
+  for (std::size_t k = 0; k < kGroupVectors; ++k) {
+    adamw_moments(c, g[k], m[k], v[k]);
+    p[k] = hn::Sqrt(v[k]);
+    kept.new_values(k, m[k], v[k]);
   }
-  FloatVector quotient[vector_count];
   FOREBAY_UNROLL
-  for (std::size_t k = 0; k < vector_count; ++k) quotient[k] = adamw_quotient(c, m[k], root[k]);
-  between();
-  FOREBAY_UNROLL
-  for (std::size_t k = 0; k < vector_count; ++k) {
-    const std::size_t i = k * hn::Lanes(d);
-    p[k] = adamw_parameter(c, quotient[k], p[k]);
-    if (HWY_UNLIKELY(!hn::AllFalse(d, hn::IsNaN(p[k])))) p[k] = canonical_vector(p[k]);
-    hn::StoreU(p[k], d, master + i);
-    if constexpr (has_parameter) parameter.write(p[k], start + i);
+  for (std::size_t k = 0; k < kGroupVectors; ++k) {
+    p[k] = hn::Div(m[k], hn::Add(divide_finite_by_s2(c, p[k]), c.eps));
+    kept.meanwhile(words, k);
   }
+  float* const master = a.master + start;
+  FOREBAY_UNROLL
+  for (std::size_t k = 0; k < kGroupVectors; ++k)
+    p[k] = adamw_parameter(c, p[k], hn::LoadU(d, master + k * kLanes));
+  static_assert(kGroupVectors == 4);
+  const auto sum = hn::Add(hn::Add(p[0], p[1]), hn::Add(p[2], p[3]));
+  if (HWY_UNLIKELY(!hn::AllFalse(d, hn::IsNaN(sum)))) return false;
+  kept.store(words, start);
+  FOREBAY_UNROLL
+  for (std::size_t k = 0; k < kGroupVectors; ++k) hn::StoreU(p[k], d, master + k * kLanes);
+  if constexpr (has_parameter) parameter.write(words, p, start);
+  return true;
 }
 
+// The update of any range and any values.
+HWY_NOINLINE void update_rest(const HostAdamArguments& a, std::size_t begin, std::size_t end,
+                              Rounding rounding) {
+  update_in_blocks(a, begin, end, rounding, *moment_kernels(), simd_kernels());
+}
+
+// Updates whole turns until one has a group of other values, and returns that group's first element. Without
+// a call in its loop, the constants stay in registers.
 template <class Kept, DataType gradient_type, DataType parameter_type, bool has_parameter>
-void update_elements(const HostAdamArguments& arguments, std::size_t begin, std::size_t end,
-                     Rounding rounding) {
+HWY_NOINLINE std::size_t update_turns(const HostAdamArguments& arguments, std::size_t begin, std::size_t end,
+                                      Rounding rounding) {
   const AdamWArguments& a = arguments.update;
   const AdamWVectors c(constants_of(a));
+  const Words words;
   Kept kept(arguments.moments, rounding);
   const ParameterWriter<parameter_type> parameter(a, begin);
-  const auto nothing = [] {};
-  std::size_t i = begin;
-  for (; i + kTurnCount <= end; i += kTurnCount) {
+  for (std::size_t i = begin; i < end; i += kTurnCount) {
     prefetch_turn(static_cast<const Storage<gradient_type>*>(a.gradient) + i);
     prefetch_turn(a.master + i);
     prefetch_turn(kept.m + i);
     prefetch_turn(kept.v + i);
-    for (std::size_t at = i; at < i + kTurnCount; at += kCountAtOnce) {
-      update_vectors<kVectorsAtOnce, gradient_type, parameter_type, has_parameter>(c, a, at, kept, parameter,
-                                                                                   nothing);
+    for (std::size_t at = i; at < i + kTurnCount; at += kGroupCount) {
+      if (!update_group<gradient_type, parameter_type, has_parameter>(c, words, a, at, kept, parameter))
+        return at;
     }
   }
-  for (; i < end; i += hn::Lanes(FloatTag()))
-    update_vectors<1, gradient_type, parameter_type, has_parameter>(c, a, i, kept, parameter, nothing);
+  return end;
+}
+
+// Updates whole turns.
+template <class Kept, DataType gradient_type, DataType parameter_type, bool has_parameter>
+void update_groups(const HostAdamArguments& arguments, std::size_t begin, std::size_t end,
+                   Rounding rounding) {
+  for (std::size_t i = begin; i < end;) {
+    i = update_turns<Kept, gradient_type, parameter_type, has_parameter>(arguments, i, end, rounding);
+    if (i == end) return;
+    const std::size_t next = begin + ((i - begin) / kTurnCount + 1) * kTurnCount;
+    update_rest(arguments, i, next, rounding);
+    i = next;
+  }
 }
 
 // --- block8 ---
 
-using ByteTag = hn::Rebind<std::uint8_t, FloatTag>;
 using definitions::kMomentExponentNan;
 constexpr int kShift = static_cast<int>(definitions::kMomentShift);
 
-HWY_INLINE BitVector load_codes(const std::uint8_t* source) {
-  return hn::PromoteTo(BitTag(), hn::LoadU(ByteTag(), source));
-}
-
-HWY_INLINE void store_codes(BitVector codes, std::uint8_t* target) {
-  hn::StoreU(hn::TruncateTo(ByteTag(), codes), ByteTag(), target);
-}
-
-// From codes of m to values. NaNs have any payload.
+#undef FOREBAY_CODES_TO_HALVES
 #if HWY_ARCH_X86 && !defined(HWY_DISABLE_F16C)
-// A code has the digits of an fp16 number: the value is this number times 2^E.
-struct DecoderOfM {
-  explicit HWY_INLINE DecoderOfM(std::uint8_t stored)
-      : scale(from_bits(set_bits(definitions::moment_exponent_read(stored) << 23))) {
-    if (stored == kMomentExponentNan) scale = from_bits(set_bits(kCanonicalNanFloat32));
-  }
-
-  HWY_INLINE FloatVector operator()(const std::uint8_t* codes) const {
-    const hn::Rebind<std::int8_t, FloatTag> d8;
-    const hn::Rebind<std::int16_t, FloatTag> d16;
-    const hn::Rebind<hwy::float16_t, FloatTag> half;
-    const auto wide = hn::PromoteTo(d16, hn::BitCast(d8, hn::LoadU(ByteTag(), codes)));
-    const auto digits = hn::And(hn::ShiftLeft<7>(wide), hn::Set(d16, static_cast<std::int16_t>(0xBF80)));
-    return hn::Mul(hn::PromoteTo(FloatTag(), hn::BitCast(half, digits)), scale);
-  }
-
-  FloatVector scale;
-};
-#else
-struct DecoderOfM {
-  explicit HWY_INLINE DecoderOfM(std::uint8_t stored) {
-    const std::uint32_t exponent = definitions::moment_exponent_read(stored);
-    unit = from_bits(set_bits((exponent - 17u) << 23));
-    base = set_bits((exponent - 15u) << 23);
-    added = set_bits(exponent == kMomentExponentNan ? kCanonicalNanFloat32 : 0);
-  }
-
-  HWY_INLINE FloatVector operator()(const std::uint8_t* codes) const {
-    const hn::RebindToSigned<FloatTag> di;
-    const auto code = load_codes(codes);
-    const auto magnitude = hn::And(code, set_bits(0x7F));
-    const auto normal = hn::Add(hn::ShiftLeft<kShift>(magnitude), base);
-    const auto subnormal = hn::Mul(hn::ConvertTo(FloatTag(), hn::BitCast(di, magnitude)), unit);
-    const auto value = hn::IfThenElse(hn::Lt(magnitude, set_bits(8)), bits_of(subnormal), normal);
-    const auto sign = hn::ShiftLeft<24>(hn::And(code, set_bits(0x80)));
-    return from_bits(hn::Or3(value, sign, added));
-  }
-
-  FloatVector unit;
-  BitVector base, added;
-};
+#define FOREBAY_CODES_TO_HALVES 1
 #endif
 
-// From codes of v to values. NaNs have any payload.
-struct DecoderOfV {
-  explicit HWY_INLINE DecoderOfV(std::uint8_t stored) {
+// A block of codes that is read: m in units of `m_scale`, which is a power of two, and v. NaNs have any
+// payload.
+class BlockReader {
+ public:
+  HWY_INLINE BlockReader(const Moments& moments, std::size_t start) {
+    const std::size_t block = start / kMomentBlockCount;
+    read_m(static_cast<const std::uint8_t*>(moments.m) + start, moments.m_exponents[block]);
+    read_v(static_cast<const std::uint8_t*>(moments.v) + start, moments.v_exponents[block]);
+  }
+
+  HWY_INLINE FloatVector m_scale() const { return m_scale_; }
+
+  // The group from element i of the block on.
+  HWY_INLINE void load(const Words& words, std::size_t i, FloatVector (&m)[kGroupVectors],
+                       FloatVector (&v)[kGroupVectors]) const {
+    load_group<kTypeOfM>(words, m_ + i, m);
+    load_group<DataType::kBfloat16>(words, v_ + i, v);
+  }
+
+ private:
+#ifdef FOREBAY_CODES_TO_HALVES
+  static constexpr DataType kTypeOfM = DataType::kFloat16;
+
+  // A code has the digits of an fp16 number: the value is this number times 2^E.
+  HWY_INLINE void read_m(const std::uint8_t* codes, std::uint8_t stored) {
+    const hn::RebindToSigned<WordTag> d;
+    const hn::Rebind<std::int8_t, WordTag> narrow;
+    // A shift, but by a product: only one execution port of an AVX-512 processor shifts.
+    const auto factor = hidden(set_words(1u << 7));
+    for (std::size_t i = 0; i < kMomentBlockCount; i += hn::Lanes(d)) {
+      const auto code = hn::PromoteTo(d, hn::LoadU(narrow, reinterpret_cast<const std::int8_t*>(codes) + i));
+      const auto digits = hn::Mul(hn::BitCast(WordTag(), code), factor);
+      hn::Store(hn::And(digits, set_words(0xBF80)), WordTag(), m_ + i);
+    }
     const std::uint32_t exponent = definitions::moment_exponent_read(stored);
-    base = set_bits((exponent - 31u) << 23);
-    added = set_bits(exponent == kMomentExponentNan ? kCanonicalNanFloat32 : 0);
+    m_scale_ = from_bits(set_bits(exponent == kMomentExponentNan ? kCanonicalNanFloat32 : exponent << 23));
+  }
+#else
+  static constexpr DataType kTypeOfM = DataType::kFloat32;
+
+  HWY_INLINE void read_m(const std::uint8_t* codes, std::uint8_t stored) {
+    const hn::Rebind<std::uint8_t, FloatTag> narrow;
+    const hn::RebindToSigned<FloatTag> di;
+    const std::uint32_t exponent = definitions::moment_exponent_read(stored);
+    const auto unit = from_bits(set_bits((exponent - 17u) << 23));
+    const auto base = set_bits((exponent - 15u) << 23);
+    for (std::size_t i = 0; i < kMomentBlockCount; i += kLanes) {
+      const auto code = hn::PromoteTo(BitTag(), hn::LoadU(narrow, codes + i));
+      const auto magnitude = hn::And(code, set_bits(0x7F));
+      const auto normal = hn::Add(hn::ShiftLeft<kShift>(magnitude), base);
+      const auto subnormal = hn::Mul(hn::ConvertTo(FloatTag(), hn::BitCast(di, magnitude)), unit);
+      const auto value = hn::IfThenElse(hn::Lt(magnitude, set_bits(8)), bits_of(subnormal), normal);
+      const auto sign = hn::ShiftLeft<24>(hn::And(code, set_bits(0x80)));
+      hn::Store(from_bits(hn::Or(value, sign)), FloatTag(), m_ + i);
+    }
+    m_scale_ = exponent == kMomentExponentNan ? from_bits(set_bits(kCanonicalNanFloat32))
+                                              : hn::Set(FloatTag(), 1.0f);
+  }
+#endif
+
+  // The values are bf16 numbers.
+  HWY_INLINE void read_v(const std::uint8_t* codes, std::uint8_t stored) {
+    const WordTag d;
+    const hn::Rebind<std::uint8_t, WordTag> narrow;
+    const std::uint32_t exponent = definitions::moment_exponent_read(stored);
+    if (HWY_UNLIKELY(exponent == kMomentExponentNan)) {
+      std::fill_n(v_, kMomentBlockCount, kCanonicalNanBfloat16);
+      return;
+    }
+    const auto base = set_words((exponent - 31u) << 7), factor = hidden(set_words(1u << 4));
+    for (std::size_t i = 0; i < kMomentBlockCount; i += hn::Lanes(d)) {
+      const auto code = hn::PromoteTo(d, hn::LoadU(narrow, codes + i));
+      const auto value = hn::Add(hn::Mul(code, factor), base);
+      hn::Store(hn::IfThenZeroElse(hn::Eq(code, hn::Zero(d)), value), d, v_ + i);
+    }
   }
 
-  HWY_INLINE FloatVector operator()(const std::uint8_t* codes) const {
-    const auto code = load_codes(codes);
-    const auto value = hn::Add(hn::ShiftLeft<kShift>(code), base);
-    const auto zero = hn::Eq(code, hn::Zero(BitTag()));
-    return from_bits(hn::Or(hn::IfThenZeroElse(zero, value), added));
-  }
-
-  BitVector base, added;
+  HWY_ALIGN Storage<kTypeOfM> m_[kMomentBlockCount];
+  HWY_ALIGN std::uint16_t v_[kMomentBlockCount];
+  FloatVector m_scale_;
 };
 
 void load_block8(const Moments& moments, std::size_t begin, std::size_t end, float* m, float* v) {
   const FloatTag d;
-  const auto* m_codes = static_cast<const std::uint8_t*>(moments.m);
-  const auto* v_codes = static_cast<const std::uint8_t*>(moments.v);
+  const Words words;
   for (std::size_t start = begin; start < end; start += kMomentBlockCount) {
-    const DecoderOfM decode_m(moments.m_exponents[start / kMomentBlockCount]);
-    const DecoderOfV decode_v(moments.v_exponents[start / kMomentBlockCount]);
-    for (std::size_t i = start; i < start + kMomentBlockCount; i += hn::Lanes(d)) {
-      hn::StoreU(canonical_vector(decode_m(m_codes + i)), d, m + (i - begin));
-      hn::StoreU(canonical_vector(decode_v(v_codes + i)), d, v + (i - begin));
+    const BlockReader reader(moments, start);
+    for (std::size_t i = 0; i < kMomentBlockCount; i += kGroupCount) {
+      FloatVector group_m[kGroupVectors], group_v[kGroupVectors];
+      reader.load(words, i, group_m, group_v);
+      for (std::size_t k = 0; k < kGroupVectors; ++k) {
+        const std::size_t at = start - begin + i + k * kLanes;
+        hn::StoreU(canonical_vector(hn::Mul(group_m[k], reader.m_scale())), d, m + at);
+        hn::StoreU(canonical_vector(group_v[k]), d, v + at);
+      }
     }
   }
 }
 
-HWY_INLINE BitVector magnitude_of(FloatVector v) {
-  return hn::And(bits_of(v), set_bits(0x7FFFFFFF));
-}
-
-HWY_INLINE std::uint32_t exponent_of(BitVector greatest) {
-  return definitions::moment_exponent(hn::GetLane(hn::MaxOfLanes(BitTag(), greatest)));
-}
-
-// New m and v of a block, canonical. They wait in the first cache level until their greatest are known.
-struct NewBlock {
+// The greatest m and v of a block, and the least v.
+struct BlockRange {
   // Not implicit: that one would be compiled for another instruction set.
-  HWY_INLINE NewBlock() { clear(); }
-  HWY_INLINE void clear() { greatest_m = greatest_v = hn::Zero(BitTag()); }
-  HWY_INLINE void add(FloatVector new_m, FloatVector new_v, std::size_t i) {
-    greatest_m = hn::Max(greatest_m, magnitude_of(new_m));
-    greatest_v = hn::Max(greatest_v, magnitude_of(new_v));
-    hn::Store(new_m, FloatTag(), m + i);
-    hn::Store(new_v, FloatTag(), v + i);
+  HWY_INLINE BlockRange()
+      : greatest_m(hn::Zero(FloatTag())), greatest_v(greatest_m), least_v(hn::Inf(FloatTag())) {}
+  // Neither is a NaN, nor v negative.
+  HWY_INLINE void add(FloatVector m, FloatVector v) {
+    greatest_m = greater_magnitude(greatest_m, m);
+    greatest_v = hn::Max(greatest_v, v);
+    least_v = hn::Min(least_v, v);
+  }
+
+  FloatVector greatest_m, greatest_v, least_v;
+};
+
+// New m and v of a block, canonical. They wait in the first cache level until their range is known.
+struct NewBlock {
+  HWY_INLINE NewBlock() {}
+  // The range of any values. They are taken as ones with v that are zero.
+  void measure() {
+    const FloatTag d;
+    auto of_m = hn::Zero(BitTag()), of_v = of_m;
+    for (std::size_t i = 0; i < kMomentBlockCount; i += kLanes) {
+      of_m = hn::Max(of_m, bits_of(hn::Abs(hn::Load(d, m + i))));
+      of_v = hn::Max(of_v, bits_of(hn::Abs(hn::Load(d, v + i))));
+    }
+    range.greatest_m = from_bits(of_m);
+    range.greatest_v = from_bits(of_v);
+    range.least_v = hn::Zero(d);
   }
 
   HWY_ALIGN float m[kMomentBlockCount] = {};
   HWY_ALIGN float v[kMomentBlockCount] = {};
-  BitVector greatest_m, greatest_v;
+  BlockRange range;
 };
 
-// From the values of a block to its codes.
+HWY_INLINE std::uint32_t exponent_of(FloatVector greatest) {
+  return definitions::moment_exponent(hn::GetLane(hn::MaxOfLanes(BitTag(), bits_of(greatest))));
+}
+
+// The bytes of four vectors in order: each lane has one of vector 0 in its lowest byte, one of vector 1 in
+// the next, and so on.
+HWY_INLINE hn::Vec<ByteTag> in_order(hn::Vec<ByteTag> bytes) {
+  HWY_ALIGN static constexpr std::uint8_t kTransposed[16] = {0, 4, 8,  12, 1, 5, 9,  13,
+                                                             2, 6, 10, 14, 3, 7, 11, 15};
+  const auto by_vector = hn::TableLookupBytes(bytes, hn::LoadDup128(ByteTag(), kTransposed));
+  constexpr std::size_t kBlocks = kLanes / 4;  // Each has 128 bits.
+  if constexpr (kBlocks == 1) return by_vector;
+  const auto lane = hn::Iota(BitTag(), 0);
+  // Lane q has the four bytes of vector q / kBlocks that were in block q % kBlocks.
+  constexpr int kLog = kBlocks == 2 ? 1 : 2;
+  const auto block = hn::And(lane, set_bits(kBlocks - 1));
+  const auto index = hn::Add(hn::ShiftLeft<2>(block), hn::ShiftRight<kLog>(lane));
+  const auto lanes =
+      hn::TableLookupLanes(hn::BitCast(BitTag(), by_vector), hn::IndicesFromVec(BitTag(), index));
+  return hn::BitCast(ByteTag(), lanes);
+}
+
+// From the values of a block to its codes, in groups: `hash` and `round` each vector k, at element i, and
+// `write` the group.
 template <bool dithered>
 class BlockEncoder {
  public:
   // Writes the block's exponents.
-  HWY_INLINE BlockEncoder(const NewBlock& block, std::uint8_t* m_codes, std::uint8_t* v_codes,
-                          std::uint8_t& m_exponent, std::uint8_t& v_exponent, std::uint32_t seed)
-      : block_(block), m_codes_(m_codes), v_codes_(v_codes), seed_(set_bits(seed)) {
-    const std::uint32_t of_m = exponent_of(block.greatest_m), of_v = exponent_of(block.greatest_v);
-    m_exponent = static_cast<std::uint8_t>(of_m);
-    v_exponent = static_cast<std::uint8_t>(of_v);
-    least_normal_ = set_bits((of_m - 14u) << 23);
-    m_base_ = set_bits((of_m - 15u) << 23);
-    v_base_ = set_bits((of_v - 31u) << 3);
-    m_is_nan_ = of_m == kMomentExponentNan;
-    v_is_nan_ = of_v == kMomentExponentNan;
+  HWY_INLINE BlockEncoder(const NewBlock& block, const Moments& moments, std::size_t start,
+                          const Dither& dither)
+      : block_(block),
+        m_codes_(static_cast<std::uint8_t*>(moments.m) + start),
+        v_codes_(static_cast<std::uint8_t*>(moments.v) + start),
+        dither_(dither) {
+    const std::uint32_t of_m = exponent_of(block.range.greatest_m),
+                        of_v = exponent_of(block.range.greatest_v);
+    moments.m_exponents[start / kMomentBlockCount] = static_cast<std::uint8_t>(of_m);
+    moments.v_exponents[start / kMomentBlockCount] = static_cast<std::uint8_t>(of_v);
+    half_least_normal_ = from_bits(set_bits((of_m - 15u) << 23));
+    m_base_ = set_words((of_m - 15u) << 7);
+    v_base_ = set_words((of_v - 31u) << 7);
+    const std::uint32_t least = ((of_v - 31u) << 23) + (1u << kShift);
+    v_least_ = set_bits(least);
+    has_small_v_ = !hn::AllTrue(FloatTag(), hn::Ge(block.range.least_v, from_bits(v_least_)));
   }
 
-  HWY_INLINE void encode(std::size_t i) const {
+  HWY_INLINE void hash(std::size_t k, std::size_t i) {
+    if constexpr (dithered) {
+      const BitTag d;
+      const auto hash = dither_(hn::Load(d, reinterpret_cast<const std::uint32_t*>(block_.m) + i),
+                                hn::Load(d, reinterpret_cast<const std::uint32_t*>(block_.v) + i));
+      for_m_[k] = hn::ShiftRight<12>(hn::Xor(hash.h, hash.shifted));
+      for_v_[k] = dither_.of_v(hash);
+    }
+  }
+
+  // Below the least normal number the addition rounds m to its digits; above, its result is smaller than m.
+  HWY_INLINE void round(std::size_t k, std::size_t i) {
     const FloatTag d;
-    const auto new_m = hn::Load(d, block_.m + i), new_v = hn::Load(d, block_.v + i);
-    auto random = hn::Zero(BitTag());
-    if constexpr (dithered) random = dither_vector(seed_, bits_of(new_m), bits_of(new_v));
-
-    // The base is taken off first: its lower digits are zero.
-    const auto m_magnitude = magnitude_of(new_m);
-    const auto subnormal = bits_of(hn::Add(from_bits(m_magnitude), from_bits(least_normal_)));
-    const auto is_subnormal = hn::Lt(m_magnitude, least_normal_);
-    const auto digits =
-        hn::IfThenElse(is_subnormal, hn::Sub(subnormal, least_normal_), hn::Sub(m_magnitude, m_base_));
-    const auto m_code = drop_vector<kShift, dithered>(digits, hn::ShiftRight<12>(random));
-    store_codes(hn::OrAnd(m_code, hn::ShiftRight<24>(bits_of(new_m)), set_bits(0x80)), m_codes_ + i);
-
-    const auto v_magnitude = magnitude_of(new_v);
-    const auto v_kept = drop_vector<kShift, dithered>(v_magnitude, hn::And(random, set_bits(0xFFFFF)));
-    const auto v_code = hn::Sub(hn::Max(v_kept, hn::Add(v_base_, set_bits(1))), v_base_);
-    const auto is_zero = hn::Eq(v_magnitude, hn::Zero(BitTag()));
-    store_codes(hn::IfThenZeroElse(is_zero, v_code), v_codes_ + i);
+    m_[k] = rounded(digits_of(hn::Load(d, block_.m + i)), for_m_[k]);
+    v_[k] = rounded(bits_of(hn::Load(d, block_.v + i)), for_v_[k]);
   }
 
-  // After the last vector. A block that is NaN has codes of 0.
-  HWY_INLINE void end() const {
-    if (HWY_UNLIKELY(m_is_nan_)) std::fill_n(m_codes_, kMomentBlockCount, std::uint8_t{0});
-    if (HWY_UNLIKELY(v_is_nan_)) std::fill_n(v_codes_, kMomentBlockCount, std::uint8_t{0});
+  // In m_ and v_ the bits from kShift on are the code and the base that is taken off, and bit 31 is the sign.
+  HWY_INLINE void write(const Words& words, std::size_t i) {
+    if (HWY_UNLIKELY(has_small_v_)) {
+      FOREBAY_UNROLL
+      for (std::size_t k = 0; k < kGroupVectors; ++k) {
+        const auto old = bits_of(hn::Abs(hn::Load(FloatTag(), block_.v + i + k * kLanes)));
+        const auto kept = hn::Max(hn::And(v_[k], set_bits(0x7FFFFFFF)), v_least_);
+        const auto zero = hn::Sub(v_least_, set_bits(1u << kShift));
+        v_[k] = hn::IfThenElse(hn::Eq(old, hn::Zero(BitTag())), zero, kept);
+      }
+    }
+    const ByteTag bytes;
+    WordVector of_m[2], of_v[2];
+    FOREBAY_UNROLL
+    for (std::size_t k = 0; k < 2; ++k) {
+      const auto m = hn::Sub(words.upper_words(m_[k], m_[k + 2]), m_base_);
+      of_m[k] = words.with_sign(hn::Mul(m, sixteen_), m);
+      of_v[k] = hn::Mul(hn::Sub(words.upper_words(v_[k], v_[k + 2]), v_base_), sixteen_);
+    }
+    hn::StoreU(in_order(words.upper_bytes(of_m[0], of_m[1])), bytes, m_codes_ + i);
+    hn::StoreU(in_order(words.upper_bytes(of_v[0], of_v[1])), bytes, v_codes_ + i);
   }
 
  private:
+  HWY_INLINE BitVector digits_of(FloatVector m) const {
+    const auto half = hn::Set(FloatTag(), 0.5f);
+    const auto sign = set_bits(0x80000000);
+#if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3
+    const auto least = from_bits(hn::OrAnd(bits_of(half_least_normal_), bits_of(m), sign));
+    // The greater magnitude with the sign of m.
+    return bits_of(FloatVector{_mm512_range_ps(m.raw, hn::MulAdd(m, half, least).raw, 0x3)});
+#else
+    const auto magnitude = hn::Abs(m);
+    const auto digits = hn::Max(magnitude, hn::MulAdd(magnitude, half, half_least_normal_));
+    return hn::OrAnd(bits_of(digits), bits_of(m), sign);
+#endif
+  }
+
+  static HWY_INLINE BitVector rounded(BitVector bits, BitVector random) {
+    if constexpr (dithered) return hn::Add(bits, random);
+    return round_upper<kShift>(BitTag(), bits);
+  }
+
   const NewBlock& block_;
   std::uint8_t* m_codes_;
   std::uint8_t* v_codes_;
-  bool m_is_nan_, v_is_nan_;
-  BitVector seed_, least_normal_, m_base_, v_base_;
+  bool has_small_v_;
+  Dither dither_;
+  BitVector v_least_;
+  WordVector sixteen_ = hidden(set_words(16));
+  FloatVector half_least_normal_;
+  WordVector m_base_, v_base_;
+  BitVector for_m_[kGroupVectors], for_v_[kGroupVectors];
+  BitVector m_[kGroupVectors], v_[kGroupVectors];
 };
 
+// After the last group: a block that is NaN has codes of 0.
+HWY_INLINE void end_codes(const Moments& moments, std::size_t start) {
+  const std::size_t block = start / kMomentBlockCount;
+  if (HWY_UNLIKELY(moments.m_exponents[block] == kMomentExponentNan))
+    std::fill_n(static_cast<std::uint8_t*>(moments.m) + start, kMomentBlockCount, std::uint8_t{0});
+  if (HWY_UNLIKELY(moments.v_exponents[block] == kMomentExponentNan))
+    std::fill_n(static_cast<std::uint8_t*>(moments.v) + start, kMomentBlockCount, std::uint8_t{0});
+}
+
 template <bool dithered>
-HWY_INLINE BlockEncoder<dithered> encoder_of(const NewBlock& block, const Moments& moments, std::size_t start,
-                                             Rounding rounding) {
-  const std::size_t index = start / kMomentBlockCount;
-  return BlockEncoder<dithered>(block, static_cast<std::uint8_t*>(moments.m) + start,
-                                static_cast<std::uint8_t*>(moments.v) + start, moments.m_exponents[index],
-                                moments.v_exponents[index], rounding.seed);
+void encode(const NewBlock& block, const Moments& moments, std::size_t start, Rounding rounding) {
+  const Words words;
+  BlockEncoder<dithered> encoder(block, moments, start, Dither(rounding.seed, 0xFFFFF));
+  for (std::size_t i = 0; i < kMomentBlockCount; i += kGroupCount) {
+    FOREBAY_UNROLL
+    for (std::size_t k = 0; k < kGroupVectors; ++k) encoder.hash(k, i + k * kLanes);
+    FOREBAY_UNROLL
+    for (std::size_t k = 0; k < kGroupVectors; ++k) encoder.round(k, i + k * kLanes);
+    encoder.write(words, i);
+  }
+  end_codes(moments, start);
 }
 
 template <bool dithered>
@@ -442,82 +771,154 @@ void store_block8(const float* m, const float* v, std::size_t begin, std::size_t
     NewBlock block;
     for (std::size_t i = 0; i < kMomentBlockCount; i += hn::Lanes(d)) {
       const std::size_t at = start - begin + i;
-      block.add(canonical_vector(hn::LoadU(d, m + at)), canonical_vector(hn::LoadU(d, v + at)), i);
+      hn::Store(canonical_vector(hn::LoadU(d, m + at)), d, block.m + i);
+      hn::Store(canonical_vector(hn::LoadU(d, v + at)), d, block.v + i);
     }
-    const auto encoder = encoder_of<dithered>(block, moments, start, rounding);
-    for (std::size_t i = 0; i < kMomentBlockCount; i += hn::Lanes(d)) encoder.encode(i);
-    encoder.end();
+    block.measure();
+    encode<dithered>(block, moments, start, rounding);
   }
 }
 
-// A block of codes that is read, and its new values.
+// The block from element `first` on while it is updated, and the preceding one while its codes are made, so
+// that the processor waits for neither.
+template <bool dithered>
 struct KeptBlock8 {
-  KeptBlock8(const Moments& moments, std::size_t start, NewBlock& block)
-      : decode_m(moments.m_exponents[start / kMomentBlockCount]),
-        decode_v(moments.v_exponents[start / kMomentBlockCount]),
-        m(static_cast<const std::uint8_t*>(moments.m)),
-        v(static_cast<const std::uint8_t*>(moments.v)),
-        first(start),
-        values(block) {}
-  HWY_INLINE FloatVector load_m(std::size_t i) const { return decode_m(m + i); }
-  HWY_INLINE FloatVector load_v(std::size_t i) const { return decode_v(v + i); }
-  HWY_INLINE void store(FloatVector new_m, FloatVector new_v, std::size_t i) {
-    values.add(new_m, new_v, i - first);
+  HWY_INLINE KeptBlock8(const BlockReader& codes, NewBlock& new_block, BlockEncoder<dithered>& encoder,
+                        std::size_t start)
+      : reader(codes), block(new_block), preceding(encoder), first(start) {}
+  HWY_INLINE void load(const Words& words, std::size_t at, FloatVector (&m)[kGroupVectors],
+                       FloatVector (&v)[kGroupVectors]) {
+    i = at - first;
+    reader.load(words, i, m, v);
   }
+  HWY_INLINE void new_values(std::size_t k, FloatVector m, FloatVector v) {
+    range.add(m, v);
+    hn::Store(m, FloatTag(), block.m + i + k * kLanes);
+    hn::Store(v, FloatTag(), block.v + i + k * kLanes);
+    preceding.hash(k, i + k * kLanes);
+  }
+  HWY_INLINE void meanwhile(const Words& words, std::size_t k) {
+    preceding.round(k, i + k * kLanes);
+    if (k == kGroupVectors - 1) preceding.write(words, i);
+  }
+  HWY_INLINE void store(const Words&, std::size_t) const {}
 
-  DecoderOfM decode_m;
-  DecoderOfV decode_v;
-  const std::uint8_t *m, *v;
+  const BlockReader& reader;
+  NewBlock& block;
+  BlockEncoder<dithered>& preceding;
+  BlockRange range;
   std::size_t first;
-  NewBlock& values;
+  std::size_t i = 0;  // The group's first element in its block.
 };
 
-// Codes are made of each block while the next one is updated, so that the processor waits for neither.
+// A group of any values, to its block.
+HWY_NOINLINE void update_any_group(const AdamWArguments& a, const BlockReader& reader, NewBlock& block,
+                                   std::size_t first, std::size_t i) {
+  const FloatTag d;
+  FloatVector m[kGroupVectors], v[kGroupVectors];
+  reader.load(Words(), i, m, v);
+  for (std::size_t k = 0; k < kGroupVectors; ++k) {
+    hn::Store(hn::Mul(m[k], reader.m_scale()), d, block.m + i + k * kLanes);
+    hn::Store(v[k], d, block.v + i + k * kLanes);
+  }
+  AdamWArguments group = from_element(a, first + i);
+  group.m = block.m + i;
+  group.v = block.v + i;
+  simd_kernels().adamw(group, 0, kGroupCount);
+}
+
+// The constants of update_block(), made once.
+struct BlockConstants {
+  BlockConstants(const AdamWArguments& a, Rounding rounding)
+      : update(constants_of(a)), dither(rounding.seed, 0xFFFFF) {}
+  AdamWVectors update;
+  Words words;
+  Dither dither;
+};
+
+// Where a block is kept, and its new values.
+struct BlockPlace {
+  Moments moments;
+  std::size_t start;
+  NewBlock* block;
+};
+
+// Updates a block from element `begin` on until a group has other values, and returns that group's first
+// element.
+template <DataType gradient_type, DataType parameter_type, bool has_parameter, bool dithered>
+HWY_NOINLINE std::size_t update_block(const AdamWArguments& a, std::size_t begin,
+                                      const BlockConstants& shared,
+                                      const ParameterWriter<parameter_type>& writer,
+                                      const BlockReader& reader, const BlockPlace& place,
+                                      const BlockPlace& preceding) {
+  // Copies, which no store can change.
+  AdamWVectors c = shared.update;
+  const Words words = shared.words;
+  const ParameterWriter<parameter_type> parameter = writer;
+  const auto* const gradient = static_cast<const Storage<gradient_type>*>(a.gradient);
+  const auto* const m_codes = static_cast<const std::uint8_t*>(place.moments.m);
+  const auto* const v_codes = static_cast<const std::uint8_t*>(place.moments.v);
+  // The scale of m goes into beta1, which is exact: see can_update_block8().
+  c.beta1 = hn::Mul(c.beta1, reader.m_scale());
+  BlockEncoder<dithered> encoder(*preceding.block, preceding.moments, preceding.start, shared.dither);
+  KeptBlock8<dithered> kept(reader, *place.block, encoder, place.start);
+  const std::size_t end = place.start + kMomentBlockCount;
+  for (std::size_t at = begin; at < end; at += kGroupCount) {
+    if (kGroupCount == kTurnCount || at % kTurnCount == 0) {
+      prefetch_turn(gradient + at);
+      prefetch_turn(a.master + at);
+      prefetch_turn(m_codes + at);
+      prefetch_turn(v_codes + at);
+    }
+    if (!update_group<gradient_type, parameter_type, has_parameter>(c, words, a, at, kept, parameter))
+      return at;
+  }
+  place.block->range = kept.range;
+  return end;
+}
+
 template <DataType gradient_type, DataType parameter_type, bool has_parameter, bool dithered>
 void update_block8(const HostAdamArguments& arguments, std::size_t begin, std::size_t end,
                    Rounding rounding) {
-  const FloatTag d;
+  if (begin == end) return;
   const AdamWArguments& a = arguments.update;
-  const AdamWVectors c(constants_of(a));
+  const BlockConstants constants(a, rounding);
   const ParameterWriter<parameter_type> parameter(a, begin);
   // Before the first block comes one that is written nowhere.
   std::uint8_t nowhere[2 * kMomentBlockCount + 2];
-  Moments moments = {MomentFormat::kBlock8, nowhere, nowhere + kMomentBlockCount,
-                     nowhere + 2 * kMomentBlockCount, nowhere + 2 * kMomentBlockCount + 1};
-  std::size_t previous = 0;
   NewBlock blocks[2];
+  BlockPlace preceding = {{MomentFormat::kBlock8, nowhere, nowhere + kMomentBlockCount,
+                           nowhere + 2 * kMomentBlockCount, nowhere + 2 * kMomentBlockCount + 1},
+                          0,
+                          &blocks[1]};
   for (std::size_t start = begin; start < end; start += kMomentBlockCount) {
-    const std::size_t number = (start - begin) / kMomentBlockCount % 2;
-    const auto encoder = encoder_of<dithered>(blocks[1 - number], moments, previous, rounding);
-    NewBlock& block = blocks[number];
-    block.clear();
-    KeptBlock8 kept(arguments.moments, start, block);
-    for (std::size_t turn = 0; turn < kMomentBlockCount; turn += kTurnCount) {
-      prefetch_turn(static_cast<const Storage<gradient_type>*>(a.gradient) + start + turn);
-      prefetch_turn(a.master + start + turn);
-      prefetch_turn(kept.m + start + turn);
-      prefetch_turn(kept.v + start + turn);
-      for (std::size_t at = turn; at < turn + kTurnCount; at += kCountAtOnce) {
-        update_vectors<kVectorsAtOnce, gradient_type, parameter_type, has_parameter>(
-            c, a, start + at, kept, parameter, [&] HWY_ATTR {
-              for (std::size_t i = at; i < at + kCountAtOnce; i += hn::Lanes(d)) encoder.encode(i);
-            });
-      }
+    const BlockPlace place = {arguments.moments, start, preceding.block == blocks ? &blocks[1] : &blocks[0]};
+    const BlockReader reader(arguments.moments, start);
+    bool has_others = false;
+    for (std::size_t at = start;;) {
+      at = update_block<gradient_type, parameter_type, has_parameter, dithered>(a, at, constants, parameter,
+                                                                                reader, place, preceding);
+      if (at == start + kMomentBlockCount) break;
+      update_any_group(a, reader, *place.block, start, at - start);
+      at += kGroupCount;
+      has_others = true;
     }
-    encoder.end();
-    moments = arguments.moments;
-    previous = start;
+    if (HWY_UNLIKELY(has_others)) place.block->measure();
+    end_codes(preceding.moments, preceding.start);
+    preceding = place;
   }
-  if (begin == end) return;
-  const NewBlock& last = blocks[(previous - begin) / kMomentBlockCount % 2];
-  const auto encoder = encoder_of<dithered>(last, moments, previous, rounding);
-  for (std::size_t i = 0; i < kMomentBlockCount; i += hn::Lanes(d)) encoder.encode(i);
-  encoder.end();
+  encode<dithered>(*preceding.block, preceding.moments, preceding.start, rounding);
 }
 
-// --- both ---
+// Whether the product of beta1 and a block's scale, 2^-95 to 2^127, is exact, and no new v is negative.
+bool can_update_block8(const AdamWArguments& a) {
+  return (a.beta1 == 0.0f || (a.beta1 >= 0x1p-24f && a.beta1 <= 1.0f)) && !std::signbit(a.beta2) &&
+         !std::signbit(a.a2);
+}
 
-// The end of the part of [begin, end) that SIMD handles.
+// --- all ---
+
+// The end of the part of [begin, end) that is whole vectors, or blocks.
 std::size_t whole_end(MomentFormat format, std::size_t begin, std::size_t end) {
   if (format != MomentFormat::kBlock8) return vector_end(begin, end);
   return begin + (end - begin) / kMomentBlockCount * kMomentBlockCount;
@@ -544,11 +945,11 @@ void store(const float* m, const float* v, std::size_t begin, std::size_t end, c
 
 template <DataType gradient_type, DataType parameter_type, bool has_parameter>
 void update_whole(const HostAdamArguments& a, std::size_t begin, std::size_t end, Rounding rounding) {
-  auto function = update_elements<KeptFloat32, gradient_type, parameter_type, has_parameter>;
+  auto function = update_groups<KeptFloat32, gradient_type, parameter_type, has_parameter>;
   if (a.moments.format == MomentFormat::kBfloat16) {
     function = rounding.dithered
-                   ? update_elements<KeptBfloat16<true>, gradient_type, parameter_type, has_parameter>
-                   : update_elements<KeptBfloat16<false>, gradient_type, parameter_type, has_parameter>;
+                   ? update_groups<KeptBfloat16<true>, gradient_type, parameter_type, has_parameter>
+                   : update_groups<KeptBfloat16<false>, gradient_type, parameter_type, has_parameter>;
   } else if (a.moments.format == MomentFormat::kBlock8) {
     function = rounding.dithered ? update_block8<gradient_type, parameter_type, has_parameter, true>
                                  : update_block8<gradient_type, parameter_type, has_parameter, false>;
@@ -557,8 +958,11 @@ void update_whole(const HostAdamArguments& a, std::size_t begin, std::size_t end
 }
 
 void update(const HostAdamArguments& a, std::size_t begin, std::size_t end, Rounding rounding) {
+  const bool is_block8 = a.moments.format == MomentFormat::kBlock8;
   if (!has_simd_update(a.update)) return scalar_moment_kernels().update(a, begin, end, rounding);
-  const std::size_t middle = whole_end(a.moments.format, begin, end);
+  if (is_block8 && !can_update_block8(a.update)) return update_rest(a, begin, end, rounding);
+  const std::size_t part = is_block8 ? kMomentBlockCount : kTurnCount;
+  const std::size_t middle = begin + (end - begin) / part * part;
   with_type(a.update.gradient_type, [&]<DataType gradient_type>() {
     if (a.update.parameter == nullptr) {
       update_whole<gradient_type, DataType::kFloat32, false>(a, begin, middle, rounding);
@@ -568,7 +972,9 @@ void update(const HostAdamArguments& a, std::size_t begin, std::size_t end, Roun
       update_whole<gradient_type, parameter_type, true>(a, begin, middle, rounding);
     });
   });
-  scalar_moment_kernels().update(a, middle, end, rounding);
+  // Order: the parameter is visible to other threads when they learn of the end of this range.
+  hwy::FlushStream();
+  update_rest(a, middle, end, rounding);
 }
 
 const MomentKernels* moment_kernels() {

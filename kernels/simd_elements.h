@@ -49,6 +49,15 @@ HWY_INLINE V canonical_vector(D d, V v) {
   return hn::IfThenElse(hn::IsNaN(v), nan, v);
 }
 
+// Rounds to the nearest multiple of 2^shift, ties to even, but leaves the lower bits: they are of no use. An
+// odd multiple has its lowest bit set below, which makes a tie more than one. The canonical NaN keeps its
+// upper half.
+template <int shift, class D, class V = hn::Vec<D>>
+HWY_INLINE V round_upper(D du, V bits) {
+  const auto marked = hn::OrAnd(bits, hn::ShiftRight<shift>(bits), hn::Set(du, 1u));
+  return hn::Add(marked, hn::Set(du, (1u << (shift - 1)) - 1u));
+}
+
 // Loads one vector of a type, widened to fp32, and rounds one with canonical NaNs to it. A
 // NaN is loaded with any payload: results are made canonical before they are stored.
 template <DataType type>
@@ -78,11 +87,7 @@ struct VectorElement<DataType::kBfloat16> {
   static HWY_INLINE hn::Vec<hn::Rebind<std::uint16_t, D>> rounded(D d, hn::Vec<D> v) {
     const hn::RebindToUnsigned<D> du;
     const hn::Rebind<std::uint16_t, D> d16;
-    const auto bits = hn::BitCast(du, v);
-    const auto odd = hn::And(hn::ShiftRight<16>(bits), hn::Set(du, 1u));
-    // The canonical NaN's lower half is zero and its upper half even, so it does not change.
-    const auto rounded = hn::Add(hn::Add(bits, hn::Set(du, 0x7FFFu)), odd);
-    return hn::TruncateTo(d16, hn::ShiftRight<16>(rounded));
+    return hn::TruncateTo(d16, hn::ShiftRight<16>(round_upper<16>(du, hn::BitCast(du, v))));
   }
 };
 
@@ -180,40 +185,37 @@ struct AdamWVectors {
 // The quotient of a square root and s2, rounded as a division rounds it, in three operations that do not
 // occupy the divider: the product with the rounded reciprocal, corrected by its exact remainder (Markstein,
 // IBM Journal of Research and Development 34(1), 1990). Nothing underflows in it, since the root of the least
-// fp32 is 2^-74.5, while s2 is in the range of has_simd_update(). The remainder of an infinite root is none.
-HWY_INLINE FloatVector divide_by_s2(const AdamWVectors& c, FloatVector root) {
-  const FloatTag d;
+// fp32 is 2^-74.5, while s2 is in the range of has_simd_update(). An infinite root gives NaN.
+HWY_INLINE FloatVector divide_finite_by_s2(const AdamWVectors& c, FloatVector root) {
   const auto product = hn::Mul(root, c.s2_reciprocal);
   const auto remainder = hn::NegMulAdd(product, c.s2, root);
-  const auto quotient = hn::MulAdd(remainder, c.s2_reciprocal, product);
-  return hn::IfThenElse(hn::Lt(root, hn::Inf(d)), quotient, product);
+  return hn::MulAdd(remainder, c.s2_reciprocal, product);
 }
 
-// definitions::adamw_element() in three parts, where has_simd_update(), without canonical(): up to the root
-// of v, the quotient, and p. A root and a quotient take long, so a loop does other vectors between them.
-HWY_INLINE FloatVector adamw_root(const AdamWVectors& c, FloatVector gradient, FloatVector& p, FloatVector& m,
-                                  FloatVector& v) {
+// The same for any root.
+HWY_INLINE FloatVector divide_by_s2(const AdamWVectors& c, FloatVector root) {
+  const FloatTag d;
+  return hn::IfThenElse(hn::Lt(root, hn::Inf(d)), divide_finite_by_s2(c, root), root);
+}
+
+// definitions::adamw_element() in parts, where has_simd_update(), without canonical(). The first gives m and
+// v and the last p.
+HWY_INLINE void adamw_moments(const AdamWVectors& c, FloatVector gradient, FloatVector& m, FloatVector& v) {
   const auto g = hn::Mul(gradient, c.factor);
-  p = hn::MulAdd(c.decay, p, p);
   m = hn::MulAdd(c.beta1, m, hn::Mul(c.a1, g));
   v = hn::MulAdd(c.beta2, v, hn::Mul(c.a2, hn::Mul(g, g)));
-  return hn::Sqrt(v);
-}
-
-HWY_INLINE FloatVector adamw_quotient(const AdamWVectors& c, FloatVector m, FloatVector root) {
-  return hn::Div(m, hn::Add(divide_by_s2(c, root), c.eps));
 }
 
 HWY_INLINE FloatVector adamw_parameter(const AdamWVectors& c, FloatVector quotient, FloatVector p) {
-  return hn::MulAdd(c.step, quotient, p);
+  return hn::MulAdd(c.step, quotient, hn::MulAdd(c.decay, p, p));
 }
 
 // definitions::adamw_element(), where has_simd_update().
 HWY_INLINE void adamw_vector(const AdamWVectors& c, FloatVector gradient, FloatVector& p, FloatVector& m,
                              FloatVector& v) {
   const FloatTag d;
-  const auto root = adamw_root(c, gradient, p, m, v);
-  p = adamw_parameter(c, adamw_quotient(c, m, root), p);
+  adamw_moments(c, gradient, m, v);
+  p = adamw_parameter(c, hn::Div(m, hn::Add(divide_by_s2(c, hn::Sqrt(v)), c.eps)), p);
   // A NaN in m or v has reached p, so one test finds all.
   if (HWY_UNLIKELY(!hn::AllFalse(d, hn::IsNaN(p)))) {
     p = canonical_vector(d, p);

@@ -5,14 +5,19 @@
 // Method: all rows run interleaved, A B C ... A B C ..., after one untimed round; a figure is the median of
 // its rounds, a ratio the median of the rounds' ratios, with the least and the greatest. GB/s counts the
 // bytes that the formula reads and writes. The limit reads four fp32 arrays and writes three of them in
-// place, with the kernel's prefetch and almost no arithmetic.
+// place, with the kernel's prefetch and almost no arithmetic. "Of its pattern" is against a loop of the same
+// kind that reads and writes the arrays of the row itself.
 //
-// Target: the fp32 row reaches 0.95 of the limit. With 8-bit m and v the time goes into arithmetic, not
-// memory.
+// Target: the fp32 row reaches 0.95 of the limit.
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
+
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <functional>
 #include <string>
 #include <vector>
@@ -28,31 +33,54 @@ namespace {
 constexpr double kBar = 0.95;
 
 // One cache line, in the registers that the compiler has.
-using Line = float __attribute__((vector_size(64), aligned(4), may_alias));
+using Line = std::uint32_t __attribute__((vector_size(64), aligned(4), may_alias));
 
 struct Streams {
-  float *g, *p, *m, *v;
+  std::byte *g, *p, *m, *v, *parameter;
 };
 
 // The distance of the kernel: kPrefetchBytes of host_moments_simd.cc.
-constexpr std::size_t kPrefetchCount = 64;
+constexpr std::size_t kPrefetchBytes = 512;
 
-// All loads of a line come before its stores, as in the kernel. Otherwise, with arrays that begin at the same
-// offset of a page, each load waits for the preceding store.
-void stream_four_three(const void* context, std::size_t begin, std::size_t end) {
+void read(const std::byte* address, Line& line) {
+  __builtin_prefetch(address + kPrefetchBytes);
+  line = *reinterpret_cast<const Line*>(address);
+}
+
+void write(std::byte* address, const Line& line) {
+  *reinterpret_cast<Line*>(address) = line;
+}
+
+// Past the caches, as the kernel writes the parameter.
+void write_past(std::byte* address, const Line& line) {
+#ifdef __SSE2__
+  __m128 parts[4];
+  std::memcpy(parts, &line, sizeof parts);
+  for (std::size_t i = 0; i < 4; ++i) _mm_stream_ps(reinterpret_cast<float*>(address) + 4 * i, parts[i]);
+#else
+  write(address, line);
+#endif
+}
+
+// Bytes per element of the gradient, of m, of v and of the parameter; the master has 4. A turn is 64
+// elements, whose loads come before its stores, as in the kernel. Otherwise, with arrays that begin at the
+// same offset of a page, each load waits for the preceding store.
+template <std::size_t gradient, std::size_t moment, std::size_t parameter>
+void stream(const void* context, std::size_t begin, std::size_t end) {
   const auto& a = *static_cast<const Streams*>(context);
-  for (std::size_t i = begin; i + 16 <= end; i += 16) {
-    __builtin_prefetch(a.g + i + kPrefetchCount);
-    __builtin_prefetch(a.p + i + kPrefetchCount);
-    __builtin_prefetch(a.m + i + kPrefetchCount);
-    __builtin_prefetch(a.v + i + kPrefetchCount);
-    const Line g = *reinterpret_cast<const Line*>(a.g + i);
-    const Line p = *reinterpret_cast<const Line*>(a.p + i) + g;
-    const Line m = *reinterpret_cast<const Line*>(a.m + i) + g;
-    const Line v = *reinterpret_cast<const Line*>(a.v + i) + g;
-    *reinterpret_cast<Line*>(a.p + i) = p;
-    *reinterpret_cast<Line*>(a.m + i) = m;
-    *reinterpret_cast<Line*>(a.v + i) = v;
+  for (std::size_t i = begin; i + 64 <= end; i += 64) {
+    Line g[gradient], p[4], m[moment], v[moment];
+    for (std::size_t k = 0; k < gradient; ++k) read(a.g + i * gradient + 64 * k, g[k]);
+    for (std::size_t k = 0; k < 4; ++k) read(a.p + i * 4 + 64 * k, p[k]);
+    for (std::size_t k = 0; k < moment; ++k) read(a.m + i * moment + 64 * k, m[k]);
+    for (std::size_t k = 0; k < moment; ++k) read(a.v + i * moment + 64 * k, v[k]);
+    for (std::size_t k = 1; k < gradient; ++k) g[0] += g[k];
+    for (std::size_t k = 0; k < 4; ++k) p[k] += g[0];
+    for (std::size_t k = 0; k < moment; ++k) m[k] += g[0], v[k] += g[0];
+    for (std::size_t k = 0; k < 4; ++k) write(a.p + i * 4 + 64 * k, p[k]);
+    for (std::size_t k = 0; k < moment; ++k) write(a.m + i * moment + 64 * k, m[k]);
+    for (std::size_t k = 0; k < moment; ++k) write(a.v + i * moment + 64 * k, v[k]);
+    for (std::size_t k = 0; k < parameter; ++k) write_past(a.parameter + i * parameter + 64 * k, p[k]);
   }
 }
 
@@ -60,6 +88,7 @@ struct Row {
   std::string name;
   double bytes_per_element;
   std::function<void()> run;
+  std::size_t pattern;  // The row of its pattern.
   std::vector<double> seconds = {};
 };
 
@@ -119,17 +148,30 @@ int run(std::size_t count, int round_count, int thread_count) {
     };
   };
 
-  const Streams streams = {g.data(), p.data(), m.data(), v.data()};
+  // Arrays of their own, which the loops fill with any bytes: the time of an update depends on its values.
+  const bench::HugePages<std::byte> bytes[5] = {
+      bench::HugePages<std::byte>(4 * count), bench::HugePages<std::byte>(4 * count),
+      bench::HugePages<std::byte>(4 * count), bench::HugePages<std::byte>(4 * count),
+      bench::HugePages<std::byte>(2 * count)};
+  const Streams streams = {bytes[0].data(), bytes[1].data(), bytes[2].data(), bytes[3].data(),
+                           bytes[4].data()};
+  using Body = void (*)(const void*, std::size_t, std::size_t);
+  const auto loop = [&](Body body) -> std::function<void()> {
+    return [&runner, &streams, body, count] { runner.run(count, 65536, body, &streams); };
+  };
   Row rows[] = {
-      {"limit: 4 read, 3 written in place", 28,
-       [&] { runner.run(count, 65536, stream_four_three, &streams); }},
-      {"adam fp32", 28, adam(fp32)},
-      {"step: fp32 gradient, bf16 parameter", 30, adam(whole)},
-      {"step: bf16 gradient, bf16 parameter", 28, adam(half_gradient)},
-      {"step: the same, bf16 m and v, dithered", 20, adam(half)},
-      {"step: the same, bf16 m and v, nearest", 20, adam(nearest(half))},
-      {"step: the same, block8 m and v, dithered", 16, adam(codes)},
-      {"step: the same, block8 m and v, nearest", 16, adam(nearest(codes))},
+      {"limit: 4 read, 3 written in place", 28, loop(stream<4, 4, 0>), 0},
+      {"pattern of fp32 gradient, bf16 parameter", 30, loop(stream<4, 4, 2>), 1},
+      {"pattern of bf16 gradient, bf16 parameter", 28, loop(stream<2, 4, 2>), 2},
+      {"pattern of the same, bf16 m and v", 20, loop(stream<2, 2, 2>), 3},
+      {"pattern of the same, block8 m and v", 16, loop(stream<2, 1, 2>), 4},
+      {"adam fp32", 28, adam(fp32), 0},
+      {"step: fp32 gradient, bf16 parameter", 30, adam(whole), 1},
+      {"step: bf16 gradient, bf16 parameter", 28, adam(half_gradient), 2},
+      {"step: the same, bf16 m and v, dithered", 20, adam(half), 3},
+      {"step: the same, bf16 m and v, nearest", 20, adam(nearest(half)), 3},
+      {"step: the same, block8 m and v, dithered", 16, adam(codes), 4},
+      {"step: the same, block8 m and v, nearest", 16, adam(nearest(codes)), 4},
   };
   for (int round = -1; round < round_count; ++round) {
     for (Row& row : rows) {
@@ -140,21 +182,26 @@ int run(std::size_t count, int round_count, int thread_count) {
     }
   }
 
-  std::printf("%-42s %8s %9s %7s %9s  %s\n", "", "ms", "Mparam/s", "GB/s", "of limit", "[least..greatest]");
+  std::printf("%-42s %8s %9s %7s %9s  %-18s %14s\n", "", "ms", "Mparam/s", "GB/s", "of limit",
+              "[least..greatest]", "of its pattern");
   double fp32_ratio = 0.0;
   for (const Row& row : rows) {
-    std::vector<double> ratios;
-    for (int round = 0; round < round_count; ++round) {
-      ratios.push_back(row.bytes_per_element / row.seconds[round] /
-                       (rows[0].bytes_per_element / rows[0].seconds[round]));
-    }
+    const auto ratios_to = [&](const Row& other) {
+      std::vector<double> ratios;
+      for (int round = 0; round < round_count; ++round) {
+        ratios.push_back(row.bytes_per_element / row.seconds[round] /
+                         (other.bytes_per_element / other.seconds[round]));
+      }
+      return ratios;
+    };
+    const std::vector<double> ratios = ratios_to(rows[0]);
     const double seconds = median(row.seconds), ratio = median(ratios);
-    if (&row == &rows[1]) fp32_ratio = ratio;
-    std::printf("%-42s %8.2f %9.0f %7.1f %9.3f  [%.3f..%.3f]\n", row.name.c_str(), seconds * 1e3,
+    if (row.name == "adam fp32") fp32_ratio = ratio;
+    std::printf("%-42s %8.2f %9.0f %7.1f %9.3f  [%.3f..%.3f] %18.3f\n", row.name.c_str(), seconds * 1e3,
                 static_cast<double>(count) / seconds * 1e-6,
                 row.bytes_per_element * static_cast<double>(count) / seconds * 1e-9, ratio,
                 *std::min_element(ratios.begin(), ratios.end()),
-                *std::max_element(ratios.begin(), ratios.end()));
+                *std::max_element(ratios.begin(), ratios.end()), median(ratios_to(rows[row.pattern])));
   }
   const bool reached = fp32_ratio >= kBar;
   std::printf("adam fp32 at %.3f of the limit, bar %.2f: %s\n", fp32_ratio, kBar,

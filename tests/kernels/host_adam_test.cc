@@ -250,6 +250,63 @@ TEST_F(HostAdam, GivesTheDefinitionsBitsOnAnyNumberOfThreadsAndInstructionSet) {
   });
 }
 
+// A group of vectors where all is finite takes a short way, and a block whose v are all in the range of its
+// codes another one. So three steps each: with v that are all large, with one that is zero or tiny, with one
+// gradient that is infinite, huge or NaN, and with constants that the short ways do not take.
+TEST_F(HostAdam, RareValuesAndConstantsGiveTheDefinitionsBits) {
+  const BlockRunner runner(1);
+  const std::size_t count = 5 * kMomentBlockCount + 77;
+  struct Constants {
+    float beta1, beta2, a2, eps, s2;
+  };
+  const Constants usual = {0.9f, 0.999f, 0.001f, 1e-8f, 0.5f};
+  std::vector<Constants> constants(9, usual);
+  constants[1].beta1 = 0.0f, constants[2].beta1 = 1e-9f, constants[3].beta1 = -0.5f;
+  constants[4].beta1 = 1.5f, constants[5].beta2 = 0.0f, constants[6].a2 = -0.5f;
+  constants[7].eps = 0.0f, constants[8].s2 = 1.0f;
+  for_each_target([&](const MomentKernels&) {
+    for (const MomentFormat format : kFormats) {
+      for (const MomentRounding rounding : kRoundings) {
+        for (const float rare : {1.0f, 0.0f, 0x1p-60f, 0x1p-149f, 0x1p100f, INFINITY, NAN}) {
+          for (const Constants& c : constants) {
+            Array gradient(DataType::kFloat32, count, 1), master(DataType::kFloat32, count, 2);
+            for (std::size_t i = 0; i < count; ++i) {
+              const float g = std::uniform_real_distribution<float>(0.5f, 2.0f)(random_);
+              gradient.set(i, float_bits(random_() % 2 == 0 ? g : -g));
+              master.set(i, float_bits(g));
+            }
+            gradient.set(kMomentBlockCount + random_() % (2 * kMomentBlockCount), float_bits(rare));
+            Array parameter(DataType::kBfloat16, count, 6);
+            Array expected_master = master, expected_parameter = parameter;
+            KeptMoments kept(format, count, 0), expected(format, count, 0);
+            HostAdamArguments a = {};
+            a.update = adamw_at_step(1, 1e-3, 0.999);
+            a.update.count = count, a.update.gradient = gradient.data();
+            a.update.parameter_type = DataType::kBfloat16;
+            a.update.beta1 = c.beta1, a.update.beta2 = c.beta2, a.update.a2 = c.a2;
+            a.update.eps = c.eps, a.update.s2 = c.s2;
+            a.rounding = rounding;
+            for (a.step = 1; a.step <= 3; ++a.step) {
+              a.update.master = expected_master.floats(), a.update.parameter = expected_parameter.data();
+              a.moments = expected.get();
+              reference_step(a);
+              a.update.master = master.floats(), a.update.parameter = parameter.data();
+              a.moments = kept.get();
+              ASSERT_TRUE(host_adam(a, runner).ok());
+
+              SCOPED_TRACE(std::string(moment_format_name(format)) + ", a gradient of " +
+                           std::to_string(rare) + ", constants " + std::to_string(&c - constants.data()));
+              ASSERT_TRUE(same_bits("master", master, expected_master));
+              ASSERT_TRUE(same_bits("parameter", parameter, expected_parameter));
+              ASSERT_TRUE(kept == expected);
+            }
+          }
+        }
+      }
+    }
+  });
+}
+
 // Where a caller cuts its arrays, for staging or for placement, changes nothing.
 TEST_F(HostAdam, PartsGiveTheSameBitsAsTheWhole) {
   const BlockRunner runner(2);
