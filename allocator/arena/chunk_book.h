@@ -37,6 +37,7 @@ struct PhysicalChunk {
   std::uint32_t owner = kNone;     // A hint: the mapping that owned its memory last. May be outdated.
   std::uint32_t learned = kNone;   // The learnt chunk that it stands for.
   std::uint32_t stamp = 0;         // Scratch of a search.
+  std::uint32_t part = kNone;      // Scratch of gather: the first of its parts.
   std::int8_t breakable = -1;      // Scratch of StitchSearch: not known, no, yes.
   bool held = false;               // The entry is in use.
   bool paused = false;             // Destroyed until resume makes it, and its mappings, again.
@@ -47,6 +48,41 @@ struct Mapping {
   std::uint32_t chunk = kNone;
   std::uint32_t next = kNone;  // The next of the same chunk, or the next unused entry.
   bool made = true;            // False while its tag is paused.
+};
+
+// A set of chunks, by index. reserve makes room; nothing else allocates memory.
+class ChunkSet {
+ public:
+  std::size_t room() const noexcept { return words_.size() * kWordBits; }
+  void reserve(std::size_t chunk_count) {
+    if (room() < chunk_count) words_.resize((chunk_count + kWordBits - 1) / kWordBits);
+  }
+  // Empties the set if all its chunks are below `chunk_count`.
+  void clear(std::size_t chunk_count) noexcept {
+    std::fill_n(words_.begin(), (chunk_count + kWordBits - 1) / kWordBits, 0);
+  }
+  bool has(std::uint32_t chunk) const noexcept {
+    return (words_[chunk / kWordBits] >> (chunk % kWordBits) & 1) != 0;
+  }
+  void add(std::uint32_t chunk) noexcept {
+    words_[chunk / kWordBits] |= std::uint64_t{1} << (chunk % kWordBits);
+  }
+  void remove(std::uint32_t chunk) noexcept {
+    words_[chunk / kWordBits] &= ~(std::uint64_t{1} << (chunk % kWordBits));
+  }
+  // Visits the chunks below `chunk_count`, the lowest index first; the visitor may remove the chunk.
+  template <typename Visit>
+  void for_each(std::size_t chunk_count, Visit visit) const {
+    for (std::size_t i = 0; i * kWordBits < chunk_count; ++i) {
+      for (std::uint64_t left = words_[i]; left != 0; left &= left - 1) {
+        visit(static_cast<std::uint32_t>(i * kWordBits) + static_cast<std::uint32_t>(std::countr_zero(left)));
+      }
+    }
+  }
+
+ private:
+  static constexpr std::size_t kWordBits = 64;
+  std::vector<std::uint64_t> words_;
 };
 
 // Entries by index, which never move. Room is made without a lock (make_leaf, add), so take cannot fail.
@@ -63,12 +99,8 @@ class EntryPool {
   std::uint32_t size() const noexcept { return used_; }  // Indices in use are below this.
   std::size_t available() const noexcept { return available_; }
 
-  // A leaf of kLeafCount entries, or null if the host has no memory.
-  static Entry* make_leaf() noexcept {
-    auto* leaf = static_cast<Entry*>(std::malloc(kLeafCount * sizeof(Entry)));
-    for (std::size_t i = 0; leaf != nullptr && i < kLeafCount; ++i) new (leaf + i) Entry;
-    return leaf;
-  }
+  // Room for kLeafCount entries, which take makes, or null if the host has no memory.
+  static Entry* make_leaf() noexcept { return static_cast<Entry*>(std::malloc(kLeafCount * sizeof(Entry))); }
   static constexpr std::size_t kLeafCount = 4096;
   bool full() const noexcept { return leaf_count_ == kLeavesMax; }
   void add(Entry* leaf) noexcept {
@@ -84,10 +116,8 @@ class EntryPool {
   std::uint32_t take() noexcept {
     FOREBAY_CHECK(available_ > 0, "an entry was taken without room of %zu", available_);
     --available_;
-    if (free_ == kNone) return used_++;
-    const std::uint32_t index = free_;
-    free_ = (*this)[index].next;
-    (*this)[index] = Entry();
+    const std::uint32_t index = free_ == kNone ? used_++ : std::exchange(free_, (*this)[free_].next);
+    new (&(*this)[index]) Entry;
     return index;
   }
   void give(std::uint32_t index) noexcept {
@@ -188,7 +218,7 @@ class GranuleTable {
   }
 
  private:
-  static constexpr std::size_t kLeafCount = 4096;
+  static constexpr std::size_t kLeafCount = 1024;
   const int shift_;
   Entry** leaves_ = nullptr;
   std::size_t leaf_count_ = 0;

@@ -148,6 +148,12 @@ struct Extent {
   std::size_t bytes() const noexcept { return end - begin; }
 };
 
+// An extent that is not a whole chunk, as gather finds it, and the next one of the same chunk.
+struct Part {
+  Extent extent;
+  std::uint32_t next = kNone;
+};
+
 // Whole chunks of one size in wholes_: [first, first + count), less those that a stitch's beginning shows.
 struct WholeChunks {
   std::size_t bytes = 0;
@@ -167,6 +173,13 @@ struct Origin {
 struct Shown {
   std::size_t bytes = 0;
   std::size_t owner_offset = 0;
+};
+
+// The shortest run of addresses found so far.
+struct ShownSearch {
+  const Placement& placement;
+  std::size_t run_begin = 0;
+  std::size_t run_bytes = SIZE_MAX;
 };
 
 // The streams that memory taken for a stitch waited for.
@@ -320,7 +333,13 @@ class ChunkedArena final : public Arena {
   std::size_t shade_row(std::span<const std::uint32_t> chunks, const Placement& placement, Taken* taken);
   bool lies_among_blocks(const Range* range) const;
   bool gather(const Placement& placement, bool own_region_only);
-  bool may_be_shown(std::size_t bytes);
+  bool gather_region(const Placement& placement, std::uint8_t region);
+  void join_parts(std::size_t bytes);
+  void add_whole(std::uint32_t chunk);
+  std::size_t shown_from(std::size_t offset, std::size_t bytes_max) const;
+  std::size_t shown_up_to(std::size_t offset, std::size_t bytes_max) const;
+  void search_around(const Extent& extent, std::size_t distance, ShownSearch& search);
+  void search_row(std::size_t begin, std::size_t end, ShownSearch& search);
   bool find_shown(const Placement& placement, std::size_t* start);
 
   // --- slow paths; no lock held on entry ---
@@ -405,7 +424,9 @@ class ChunkedArena final : public Arena {
   Status grow(Lock& lock, const Placement& placement, bool freely, Range** grown);
   Status place_fixed(Lock& lock, const Placement& placement, Range** grown);
   Status acquire(Lock& lock, std::size_t bytes, std::size_t handle_bytes, std::vector<std::uint32_t>* chunks);
-  Status create_chunk(Lock& lock, std::size_t bytes, std::uint32_t* chunk);
+  void reserve_row(Lock& lock, std::vector<std::uint32_t>* chunks, std::size_t count);
+  Status create_chunks(Lock& lock, std::size_t bytes, std::size_t handle_bytes,
+                       std::vector<std::uint32_t>* chunks);
   void keep_spare(std::uint32_t chunk);
   void remove_spare(std::uint32_t chunk);
   bool take_spare(std::size_t bytes_max, std::uint32_t* chunk);
@@ -488,21 +509,31 @@ class ChunkedArena final : public Arena {
   mutable std::mutex growth_mutex_;
   // Guarded by growth_mutex_.
   std::vector<SlotState> slots_;
-  // Scratch of a search; room is made without mutex_. The extents that gather found, sorted; the addresses
-  // that show them; and those of stitches.
-  std::vector<Extent> extents_;
-  std::vector<Extent> views_;
-  std::vector<Extent> wholes_, heads_, tails_;
-  std::vector<Extent> sort_scratch_;
-  std::vector<Extent> own_extents_, other_extents_;  // Extents of the request's region; of the other.
-  std::uint64_t own_gathered_at_ = 0;                // The value of free_changes_ then; 0: not in this miss.
-  std::vector<WholeChunks> whole_groups_;
+  // Scratch of a search; room is made without mutex_. gather finds chunks that are free as a whole, and
+  // joined parts of others in the order of their chunks.
+  ChunkSet whole_;
+  ChunkSet in_parts_;              // Chunks with entries of found_parts_.
+  std::vector<Part> found_parts_;  // As found.
+  std::vector<Extent> parts_;
+  std::size_t whole_bytes_ = 0;
+  std::size_t largest_whole_bytes_ = 0;
+  std::vector<std::uint32_t> other_chunks_;  // Chunks of which the other region has free memory.
+  std::uint64_t gathered_at_ = 0;            // The value of free_changes_ then; 0: not in this miss.
+  bool gathered_other_ = false;              // The other region too.
+  bool repeated_ = false;                    // A chunk of gathered memory has two addresses.
+  std::uint64_t none_shown_at_ = 0;        // The same when no address showed enough of the request's region.
   std::size_t gather_max_ = kMissScanMax;  // SIZE_MAX: before a request is refused.
   bool gathered_all_ = true;               // The latest gather left no range out.
+  std::vector<Extent> rows_;               // Addresses that have been searched for a run.
+  std::vector<std::uint32_t> wholes_;      // Whole chunks for a stitch, sorted.
+  std::vector<Extent> heads_, tails_;
+  std::vector<Extent> sort_scratch_;
+  std::vector<WholeChunks> whole_groups_;
   std::vector<Origin> origins_;
   std::size_t largest_chunk_bytes_ = 0;
-  Stitch stitch_;  // The one being made.
-  std::vector<std::uint32_t> stitch_chunks_;
+  Stitch stitch_;                       // The one being made.
+  std::vector<std::uint32_t> new_row_;  // The chunks that are being mapped.
+  std::vector<SizedChunk> row_;
 
   mutable std::mutex mutex_;
   std::condition_variable settled_;  // With mutex_: a StreamState is no longer claimed.
@@ -513,6 +544,7 @@ class ChunkedArena final : public Arena {
   std::uint32_t spares_ = kNone;
   std::size_t chunk_count_ = 0;
   std::size_t mapping_count_ = 0;
+  std::size_t repeated_count_ = 0;  // Mappings of chunks that have another one.
   std::size_t mappings_max_ = ArenaMappings().most;
   std::uint64_t dropped_mapping_count_ = 0;
   std::size_t mappings_to_keep_ = 0;  // Stale mappings are kept while there are at most this many in all.

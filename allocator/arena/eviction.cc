@@ -35,7 +35,10 @@ bool ChunkedArena::remove_mapping(Range* range) {
   --mapping_count_;
   if (history_limit_ != 0) note(SnapshotAction::kSegmentUnmap, range->offset, range->bytes, Stream());
   put_unmapped(range);
-  if (chunk.first_mapping != kNone) return false;
+  if (chunk.first_mapping != kNone) {
+    --repeated_count_;
+    return false;
+  }
   keep_spare(index);
   return true;
 }

@@ -160,7 +160,8 @@ Status ChunkedArena::grow(Lock& lock, const Placement& placement, bool freely, R
     for (Range* range = target->next; here(range); range = range->next) claim(range);
   }
 
-  std::vector<std::uint32_t> chunks;
+  std::vector<std::uint32_t>& chunks = new_row_;
+  chunks.clear();
   Status status = acquire(lock, target->bytes, handle_bytes_max(placement), &chunks);
   if (status.ok()) {
     status = map_chunks(lock, target, chunks);
@@ -191,34 +192,57 @@ Status ChunkedArena::grow(Lock& lock, const Placement& placement, bool freely, R
 // failure `chunks` holds those found so far. growth_mutex_ and mutex_ held; releases mutex_ meanwhile.
 Status ChunkedArena::acquire(Lock& lock, std::size_t bytes, std::size_t handle_bytes,
                              std::vector<std::uint32_t>* chunks) {
-  while (bytes > 0) {
-    std::uint32_t chunk = kNone;
-    if (!take_spare(bytes, &chunk)) {
-      FOREBAY_RETURN_IF_ERROR(create_chunk(lock, std::min(bytes, handle_bytes), &chunk));
-    }
-    bytes -= chunks_[chunk].bytes;
-    lock.unlock();
+  reserve_row(lock, chunks, bytes / chunk_bytes_);
+  for (std::uint32_t chunk = kNone; bytes > 0 && take_spare(bytes, &chunk); bytes -= chunks_[chunk].bytes)
     chunks->push_back(chunk);
-    lock.lock();
-  }
-  return Status();
+  return create_chunks(lock, bytes, handle_bytes, chunks);
 }
 
-// Creates a chunk, for which room in the books has been made. growth_mutex_ and mutex_ held; releases mutex_
-// meanwhile.
-Status ChunkedArena::create_chunk(Lock& lock, std::size_t bytes, std::uint32_t* chunk) {
-  if (bytes > limit_bytes_ - total_.reserved_bytes) return Status(StatusCode::kOutOfMemory, "");
-  Result<Chunk> created = call_unlocked(lock, [&] { return backend_.chunk_create(bytes); });
-  if (!created.ok()) return created.status();
-  *chunk = chunks_.take();
-  PhysicalChunk& entry = chunks_[*chunk];
-  entry.handle = created.value();
-  entry.bytes = bytes;
-  entry.held = true;
-  ++chunk_count_;
-  largest_chunk_bytes_ = std::max(largest_chunk_bytes_, bytes);
-  add_reserved(bytes);
-  return Status();
+// Makes room for `count` more chunks. growth_mutex_ and mutex_ held; may release mutex_ meanwhile.
+void ChunkedArena::reserve_row(Lock& lock, std::vector<std::uint32_t>* chunks, std::size_t count) {
+  if (chunks->capacity() - chunks->size() >= count) return;
+  lock.unlock();
+  chunks->reserve(chunks->size() + count);
+  lock.lock();
+}
+
+// Creates chunks of `bytes` in all, each of at most `handle_bytes`, for which room in the books has been
+// made, and appends them to `chunks`, also those made before a failure. growth_mutex_ and mutex_ held;
+// releases mutex_ meanwhile.
+Status ChunkedArena::create_chunks(Lock& lock, std::size_t bytes, std::size_t handle_bytes,
+                                   std::vector<std::uint32_t>* chunks) {
+  if (bytes == 0) return Status();
+  std::size_t room_bytes = limit_bytes_ - total_.reserved_bytes;
+  Status status;
+  lock.unlock();
+  row_.clear();
+  while (status.ok() && bytes > 0) {
+    const std::size_t part_bytes = std::min(bytes, handle_bytes);
+    if (part_bytes > room_bytes) {
+      status = Status(StatusCode::kOutOfMemory, "");
+      break;
+    }
+    ++driver_call_count_;
+    Result<Chunk> created = backend_.chunk_create(part_bytes);
+    if (created.ok()) row_.push_back({created.value(), part_bytes});
+    status = created.status();
+    bytes -= part_bytes;
+    room_bytes -= part_bytes;
+  }
+  chunks->reserve(chunks->size() + row_.size());
+  lock.lock();
+  for (const SizedChunk& made : row_) {
+    const std::uint32_t chunk = chunks_.take();
+    PhysicalChunk& entry = chunks_[chunk];
+    entry.handle = made.handle;
+    entry.bytes = made.bytes;
+    entry.held = true;
+    ++chunk_count_;
+    largest_chunk_bytes_ = std::max(largest_chunk_bytes_, made.bytes);
+    add_reserved(made.bytes);
+    chunks->push_back(chunk);
+  }
+  return status;
 }
 
 void ChunkedArena::keep_spare(std::uint32_t chunk) {
@@ -268,13 +292,11 @@ Status ChunkedArena::destroy_spare(Lock& lock, std::uint32_t chunk) {
 // are stranded. growth_mutex_ and mutex_ held; releases mutex_ meanwhile.
 Status ChunkedArena::map_chunks(Lock& lock, Range* range, const std::vector<std::uint32_t>& chunks) {
   const std::size_t begin = range->offset;
-  std::vector<SizedChunk> row;
+  const std::size_t end = range->end();
   lock.unlock();
-  row.reserve(chunks.size());
-  lock.lock();
-  for (const std::uint32_t chunk : chunks) row.push_back({chunks_[chunk].handle, chunks_[chunk].bytes});
-  lock.unlock();
-  MappedRow mapped = map_row(begin, range->end(), row);
+  row_.clear();
+  for (const std::uint32_t chunk : chunks) row_.push_back({chunks_[chunk].handle, chunks_[chunk].bytes});
+  MappedRow mapped = map_row(begin, end, row_);
   lock.lock();
   // Others may have taken the descriptors that were made room for.
   if (mapped.stranded) (void)reserve_ranges(lock, mapped.count + kSplitsMax);
@@ -330,7 +352,10 @@ void ChunkedArena::enter_mappings(std::size_t offset, const std::vector<std::uin
     const std::uint32_t mapping = mappings_.take();
     PhysicalChunk& chunk = chunks_[chunks[i]];
     mappings_[mapping] = {offset, chunks[i], chunk.first_mapping};
-    if (chunk.first_mapping != kNone) ++total_.moved_chunk_count;
+    if (chunk.first_mapping != kNone) {
+      ++total_.moved_chunk_count;
+      ++repeated_count_;
+    }
     chunk.first_mapping = mapping;
     std::copy_backward(chunk.views, chunk.views + kViewsMax - 1, chunk.views + kViewsMax);
     chunk.views[0] = static_cast<std::uint32_t>(offset / chunk_bytes_);
@@ -373,17 +398,13 @@ Status ChunkedArena::place_fixed(Lock& lock, const Placement& placement, Range**
     target = unmapped_from_top(bytes);
   }
   if (target == nullptr) return Status(StatusCode::kOutOfMemory, "");
-  std::uint32_t chunk = kNone;
-  Status status = create_chunk(lock, bytes, &chunk);
+  new_row_.clear();
+  Status status = create_chunks(lock, bytes, bytes, &new_row_);
   if (!status.ok()) {
     put_unmapped(target);
     return status;
   }
-  std::vector<std::uint32_t> chunks;
-  lock.unlock();
-  chunks.push_back(chunk);
-  lock.lock();
-  FOREBAY_RETURN_IF_ERROR(map_chunks(lock, target, chunks));
+  FOREBAY_RETURN_IF_ERROR(map_chunks(lock, target, new_row_));
   target->region = placement.region;
   *grown = target;
   return Status();

@@ -389,12 +389,15 @@ bool ChunkedArena::map_as_learned(Lock& lock, const Placement& placement, std::s
       std::uint32_t chunk = learned_chunk(mappings[i].chunk);
       if (std::find(chunks.begin(), chunks.end(), chunk) != chunks.end()) break;
       if (chunk == kNone) {
-        if (!create_chunk(lock, learned_->bytes_of(mappings[i]), &chunk).ok()) return false;
+        const std::size_t bytes = learned_->bytes_of(mappings[i]);
+        if (!create_chunks(lock, bytes, bytes, &chunks).ok()) return false;
+        chunk = chunks.back();
         keep_spare(chunk);
         chunks_[chunk].learned = mappings[i].chunk;
         learned_->chunks[mappings[i].chunk].index = chunk;
+      } else {
+        chunks.push_back(chunk);
       }
-      chunks.push_back(chunk);
       row_end = learned_->end_of(mappings[i]);
     }
     if (!map_learned_row(lock, placement, row_begin, row_end, chunks)) return false;

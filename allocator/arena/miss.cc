@@ -86,7 +86,8 @@ Result<DevicePtr> ChunkedArena::allocate_slowly(const Placement& placement, std:
   limit_mappings(lock, placement);
   if (!reserve_books(lock, placement.bytes)) return no_books();
   gather_max_ = kMissScanMax;
-  own_gathered_at_ = 0;
+  gathered_at_ = 0;
+  none_shown_at_ = 0;
   Miss miss{lock, placement};
   Outcome outcome = Outcome::kNext;
   if (placement.fixed) {
@@ -177,8 +178,15 @@ ChunkedArena::Outcome ChunkedArena::serve_from_adjacent_ranges(Miss& miss) {
 
 // Addresses that show nothing but free memory of the request's region, whichever addresses own it.
 ChunkedArena::Outcome ChunkedArena::serve_from_shown_memory(Miss& miss) {
-  gather(miss.placement, true);
-  return take_shown(miss);
+  // Where no chunk has two addresses, the strategies before have looked at all of them.
+  const bool looked_at_all = stream_count_ <= 1 || free_count_ <= kMissScanMax;
+  if (repeated_count_ > 0 || !looked_at_all) {
+    gather(miss.placement, true);
+    const Outcome outcome = repeated_ || !looked_at_all ? take_shown(miss) : Outcome::kNext;
+    if (outcome != Outcome::kNext) return outcome;
+  }
+  none_shown_at_ = free_changes_;
+  return Outcome::kNext;
 }
 
 // After gather.
@@ -250,7 +258,7 @@ ChunkedArena::Outcome ChunkedArena::serve_by_growing(Miss& miss) {
 ChunkedArena::Outcome ChunkedArena::serve_by_evicting(Miss& miss) {
   if (!evict_all(miss.lock) && gathered_all_) return Outcome::kNext;
   gather_max_ = SIZE_MAX;
-  own_gathered_at_ = 0;
+  gathered_at_ = 0;
   const Outcome outcome = stitch_again(miss);
   return outcome == Outcome::kNext ? take_grown(miss, true) : outcome;
 }
@@ -271,18 +279,27 @@ bool ChunkedArena::reserve_books(Lock& lock, std::size_t bytes) {
     // Each extent that is taken may be cut from the middle of a free range.
     if (!reserve_ranges(lock, 2 * (free_count_ + bytes / chunk_bytes_) + 64)) return false;
     const std::size_t extent_count = free_count_ + mapping_count_ + chunk_count_ + 64;
-    const bool extents = extents_.capacity() < extent_count;
+    const bool extents = parts_.capacity() < extent_count;
     const bool chunks = chunks_.available() < new_chunks;
     const bool mappings = mappings_.available() < new_chunks + chunk_count_;
-    if (!extents && !chunks && !mappings) return true;
+    const std::size_t chunk_room =
+        chunks_.size() + chunks_.available() + (chunks ? EntryPool<PhysicalChunk>::kLeafCount : 0);
+    const bool sets = whole_.room() < chunk_room;
+    if (!extents && !chunks && !mappings && !sets) return true;
     if ((chunks && chunks_.full()) || (mappings && mappings_.full())) return false;
     lock.unlock();
     if (extents) {
-      for (std::vector<Extent>* scratch :
-           {&extents_, &views_, &wholes_, &heads_, &tails_, &sort_scratch_, &own_extents_, &other_extents_})
+      for (std::vector<Extent>* scratch : {&parts_, &rows_, &heads_, &tails_, &sort_scratch_})
         scratch->reserve(2 * extent_count);
+      wholes_.reserve(2 * extent_count);
+      found_parts_.reserve(2 * extent_count);
+      other_chunks_.reserve(2 * extent_count);
       whole_groups_.reserve(2 * extent_count);
       origins_.reserve(2 * extent_count);
+    }
+    if (sets) {
+      whole_.reserve(chunk_room);
+      in_parts_.reserve(chunk_room);
     }
     PhysicalChunk* chunk_leaf = chunks ? EntryPool<PhysicalChunk>::make_leaf() : nullptr;
     Mapping* mapping_leaf = mappings ? EntryPool<Mapping>::make_leaf() : nullptr;

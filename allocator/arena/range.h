@@ -4,6 +4,7 @@
 // The ranges of an arena tile its address range. They are linked in the order of addresses; none is empty.
 #pragma once
 
+#include <algorithm>
 #include <bit>
 #include <cstddef>
 #include <cstdint>
@@ -133,8 +134,11 @@ class RangeTable {
   RangeTable& operator=(const RangeTable&) = delete;
   ~RangeTable() { std::free(cells_); }
 
+  // Touches all of it: insert would touch a new page nearly every time, with the lock held.
   static Range** make_cells(std::size_t capacity) noexcept {
-    return static_cast<Range**>(std::calloc(capacity, sizeof(Range*)));
+    auto* cells = static_cast<Range**>(std::aligned_alloc(alignof(Range), capacity * sizeof(Range*)));
+    if (cells != nullptr) std::fill_n(cells, capacity, nullptr);
+    return cells;
   }
   std::size_t capacity() const noexcept { return capacity_; }
 

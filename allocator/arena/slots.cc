@@ -21,15 +21,8 @@ Status ChunkedArena::acquire_slot(Lock& lock, std::size_t bytes, std::vector<std
   };
   take_small();
   if (needed_bytes > 0 && !make_room(lock, needed_bytes)) status = Status(StatusCode::kOutOfMemory, "");
-  while (status.ok() && chunks->size() * chunk_bytes_ < bytes) {
-    if (!reserve_books(lock, bytes)) {
-      status = no_books();
-      break;
-    }
-    std::uint32_t chunk = kNone;
-    status = create_chunk(lock, chunk_bytes_, &chunk);
-    if (status.ok()) chunks->push_back(chunk);
-  }
+  if (status.ok() && !reserve_books(lock, bytes)) status = no_books();
+  if (status.ok()) status = create_chunks(lock, bytes - chunks->size() * chunk_bytes_, chunk_bytes_, chunks);
   if (!status.ok()) {
     for (const std::uint32_t chunk : *chunks) keep_spare(chunk);
     chunks->clear();

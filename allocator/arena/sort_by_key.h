@@ -16,7 +16,7 @@ namespace forebay::internal {
 // are fewer than 2^32. Allocates no memory.
 template <typename Item, typename Key, typename Less>
 void sort_by_key(std::vector<Item>& items, std::vector<Item>& scratch, Key key, Less less) {
-  constexpr unsigned kDigitBits = 8;
+  constexpr unsigned kDigitBits = 6;
   constexpr std::size_t kDigits = std::size_t{1} << kDigitBits;
   if (items.size() < 2) return;
   // The bits in which the keys differ.

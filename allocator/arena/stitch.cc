@@ -50,34 +50,21 @@ struct ChunkedArena::StitchSearch {
   bool ties_win = false;        // The best so far begins with a longer head than the one that is tried.
   std::size_t shown_count = 0;  // Chunks that the current beginning shows.
 
-  // Sorts the gathered extents: whole chunks, the largest first; ends (heads) and beginnings (tails) of
-  // chunks, the shortest first.
+  // Sorts the gathered extents: whole chunks, the largest first and the latest of one size; ends (heads) and
+  // beginnings (tails) of chunks, the shortest first.
   void sort_extents() {
-    arena.wholes_.clear();
+    for (std::uint32_t i = arena.spares_; i != kNone; i = arena.chunks_[i].next) arena.whole_.add(i);
+    sort_wholes();
+    for (std::uint32_t i = arena.spares_; i != kNone; i = arena.chunks_[i].next) arena.whole_.remove(i);
     arena.heads_.clear();
     arena.tails_.clear();
-    for (const Extent& extent : arena.extents_) {
-      const std::size_t chunk_end = arena.chunks_[extent.chunk].bytes;
-      if (extent.begin == 0 && extent.end == chunk_end) {
-        arena.wholes_.push_back(extent);
-      } else if (extent.end == chunk_end) {
-        arena.heads_.push_back(extent);
-      } else if (extent.begin == 0) {
-        arena.tails_.push_back(extent);
+    for (const Extent& part : arena.parts_) {
+      if (part.begin == 0) {
+        arena.tails_.push_back(part);
+      } else if (part.end == arena.chunks_[part.chunk].bytes) {
+        arena.heads_.push_back(part);
       }
     }
-    for (std::uint32_t i = arena.spares_; i != kNone; i = arena.chunks_[i].next) {
-      arena.wholes_.push_back({i, 0, arena.chunks_[i].bytes});
-    }
-    for (const Extent& whole : arena.wholes_) arena.chunks_[whole.chunk].breakable = -1;
-    // The extents come in the order of their chunks.
-    std::reverse(arena.wholes_.begin(), arena.wholes_.end());
-    const auto below_largest = [this](const Extent& whole) -> std::uint64_t {
-      return (arena.largest_chunk_bytes_ - whole.bytes()) / granule;
-    };
-    const auto later_chunk = [](const Extent& a, const Extent& b) { return a.chunk > b.chunk; };
-    sort_by_key(arena.wholes_, arena.sort_scratch_, below_largest, later_chunk);
-    group_wholes();
     const auto blocks = [](const Extent& part) -> std::uint64_t { return part.bytes() / kBlockGranule; };
     const auto earlier_chunk = [](const Extent& a, const Extent& b) { return a.chunk < b.chunk; };
     for (std::vector<Extent>* parts : {&arena.heads_, &arena.tails_})
@@ -104,22 +91,38 @@ struct ChunkedArena::StitchSearch {
     return chunk.breakable == 1;
   }
 
-  // The chunks of wholes_ in groups of one size. A chunk that is stamped at this time counts as stamped.
-  void group_wholes() {
+  // The whole chunks in groups of one size. A chunk that is stamped at this time counts as stamped.
+  void sort_wholes() {
     std::vector<WholeChunks>& groups = arena.whole_groups_;
     groups.clear();
-    for (std::size_t i = 0; i < arena.wholes_.size(); ++i) {
-      const std::size_t bytes = arena.wholes_[i].bytes();
-      if (groups.empty() || groups.back().bytes != bytes) groups.push_back({bytes, i, 0, 0});
-      ++groups.back().count;
-    }
+    std::size_t latest = 0;
+    const auto group_of = [&](std::size_t bytes) {
+      if (latest < groups.size() && groups[latest].bytes == bytes) return latest;
+      const auto larger = [](const WholeChunks& group, std::size_t value) { return group.bytes > value; };
+      const auto place = std::lower_bound(groups.begin(), groups.end(), bytes, larger);
+      latest = static_cast<std::size_t>(place - groups.begin());
+      if (place == groups.end() || place->bytes != bytes) groups.insert(place, {bytes, 0, 0, 0});
+      return latest;
+    };
+    arena.whole_.for_each(arena.chunks_.size(), [&](std::uint32_t index) {
+      PhysicalChunk& chunk = arena.chunks_[index];
+      chunk.breakable = -1;
+      ++groups[group_of(chunk.bytes)].count;
+    });
+    std::size_t end = 0;
+    for (WholeChunks& group : groups) group.first = end += group.count;
+    arena.wholes_.resize(end);
+    // Each group is filled from its end on.
+    arena.whole_.for_each(arena.chunks_.size(), [&](std::uint32_t index) {
+      arena.wholes_[--groups[group_of(arena.chunks_[index].bytes)].first] = index;
+    });
   }
   void count_stamped() {
     for (WholeChunks& group : arena.whole_groups_) group.stamped_count = 0;
     if (shown_count == 0) return;
     for (WholeChunks& group : arena.whole_groups_) {
       for (std::size_t i = group.first; i < group.first + group.count; ++i) {
-        group.stamped_count += stamped(arena.wholes_[i].chunk) ? 1 : 0;
+        group.stamped_count += stamped(arena.wholes_[i]) ? 1 : 0;
       }
     }
   }
@@ -139,15 +142,15 @@ struct ChunkedArena::StitchSearch {
       middle.whole_bytes += taken * group.bytes;
       if (chosen != nullptr) {
         for (std::size_t i = group.first, n = taken; n > 0; ++i) {
-          if (stamped(arena.wholes_[i].chunk)) continue;
-          chosen->push_back(arena.wholes_[i].chunk);
+          if (stamped(arena.wholes_[i])) continue;
+          chosen->push_back(arena.wholes_[i]);
           --n;
         }
       }
       if (left > 0 && taken < count) {
         std::size_t last = group.first + group.count - 1;
-        while (stamped(arena.wholes_[last].chunk)) --last;
-        larger = arena.wholes_[last].chunk;
+        while (stamped(arena.wholes_[last])) --last;
+        larger = arena.wholes_[last];
       }
     }
     if (left > 0 && larger != kNone && breakable(larger)) {
@@ -383,19 +386,13 @@ Taken ChunkedArena::take_stitch_memory(const Placement& placement) {
 // Creates the new chunks of stitch_ and maps all of it over `view`. On failure `view` is gone or a shadow,
 // and chunks that are mapped nowhere are spares. growth_mutex_ and mutex_ held; releases mutex_ meanwhile.
 Status ChunkedArena::map_stitch(Lock& lock, const Placement& placement, Range* view) {
-  std::vector<std::uint32_t>& chunks = stitch_chunks_;
+  std::vector<std::uint32_t>& chunks = new_row_;
   chunks.clear();
+  reserve_row(lock, &chunks, stitch_.whole.size() + 2);
   if (stitch_.head.chunk != kNone) chunks.push_back(stitch_.head.chunk);
   chunks.insert(chunks.end(), stitch_.whole.begin(), stitch_.whole.end());
-  Status status;
-  const std::size_t handle_bytes = handle_bytes_max(placement);
-  for (std::size_t left = stitch_.grown_bytes; status.ok() && left > 0;) {
-    std::uint32_t chunk = kNone;
-    status = create_chunk(lock, std::min(left, handle_bytes), &chunk);
-    if (!status.ok()) break;
-    left -= chunks_[chunk].bytes;
-    chunks.push_back(chunk);
-  }
+  Status status = create_chunks(lock, stitch_.grown_bytes, handle_bytes_max(placement), &chunks);
+  reserve_row(lock, &chunks, 1);
   if (stitch_.tail.chunk != kNone) chunks.push_back(stitch_.tail.chunk);
   if (!status.ok()) {
     for (const std::uint32_t chunk : chunks) {
@@ -443,7 +440,6 @@ Status ChunkedArena::break_chunk(Lock& lock, std::uint32_t chunk) {
   const std::size_t offset_count = count_mappings(chunk);
   lock.unlock();
   offsets.reserve(offset_count);
-  parts.reserve(bytes / chunk_bytes_);
   lock.lock();
   std::uint8_t region = kTransientRegion;
   if (mapped) {
@@ -457,12 +453,7 @@ Status ChunkedArena::break_chunk(Lock& lock, std::uint32_t chunk) {
     FOREBAY_RETURN_IF_ERROR(evict(lock, chunk));
   }
   FOREBAY_RETURN_IF_ERROR(destroy_spare(lock, chunk));
-  Status status;
-  while (status.ok() && parts.size() < bytes / chunk_bytes_) {
-    std::uint32_t part = kNone;
-    status = create_chunk(lock, chunk_bytes_, &part);
-    if (status.ok()) parts.push_back(part);
-  }
+  Status status = create_chunks(lock, bytes, chunk_bytes_, &parts);
   if (!status.ok() || !in_place || !reserve_ranges(lock)) {
     for (const std::uint32_t part : parts) keep_spare(part);
     return status;

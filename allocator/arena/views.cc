@@ -236,164 +236,246 @@ bool ChunkedArena::lies_among_blocks(const Range* range) const {
   return alone && range->previous->kind == RangeKind::kLive && range->next->kind == RangeKind::kLive;
 }
 
-// Collects the usable extents of chunks in extents_, sorted, neighbours joined: those of at most gather_max_
-// ranges of each class. Leaves out extents that can neither hold the block nor be joined to another chunk's.
-// Room has been made. True if the other region had some. growth_mutex_ held too.
-bool ChunkedArena::gather(const Placement& placement, bool own_region_only) {
-  const auto add_ranges = [&](std::uint8_t region, std::vector<Extent>& extents) {
-    extents.clear();
-    const bool all = for_each_usable(placement, region, gather_max_, [&](const Range* range) {
-      if (range->bytes < placement.bytes && lies_among_blocks(range)) return;
-      for (std::size_t offset = range->offset; offset < range->end();) {
-        const Mapping& here = mappings_[granules_.find(offset)->mapping];
-        const std::size_t to = std::min(range->end() - here.offset, chunks_[here.chunk].bytes);
-        extents.push_back({here.chunk, offset - here.offset, to});
-        offset = here.offset + to;
+// Adds the usable extents of at most gather_max_ ranges of each class of one region. Leaves out extents that
+// can neither hold the block nor be joined to another chunk's. False if there are more ranges. growth_mutex_
+// held too.
+bool ChunkedArena::gather_region(const Placement& placement, std::uint8_t region) {
+  return for_each_usable(placement, region, gather_max_, [&](const Range* range) {
+    if (range->bytes < placement.bytes && lies_among_blocks(range)) return;
+    const GranuleTable::Entry* entry = granules_.find(range->offset);
+    std::size_t chunk_begin = mappings_[entry->mapping].offset;
+    for (std::size_t offset = range->offset;; entry = granules_.find(offset)) {
+      const PhysicalChunk& chunk = chunks_[entry->chunk];
+      const std::size_t bytes = chunk.bytes;
+      repeated_ = repeated_ || chunk.views[1] != kNone;
+      const std::size_t end = std::min(range->end(), chunk_begin + bytes);
+      if (end - offset == bytes) {
+        add_whole(entry->chunk);
+      } else {
+        found_parts_.push_back({{entry->chunk, offset - chunk_begin, end - chunk_begin}, kNone});
       }
-    });
-    const auto chunk = [](const Extent& extent) -> std::uint64_t { return extent.chunk; };
-    const auto before = [](const Extent& a, const Extent& b) { return a.begin < b.begin; };
-    sort_by_key(extents, sort_scratch_, chunk, before);
-    return all;
-  };
-  // A miss gathers the request's own region first, then both. Most often nothing has changed in between.
-  const bool own_gathered = own_gathered_at_ == free_changes_;
-  if (!own_gathered) {
-    gathered_all_ = add_ranges(placement.region, own_extents_);
-    own_gathered_at_ = free_changes_;
-  }
-  other_extents_.clear();
-  if (!own_region_only && placement.region < kSharedRegionCount) {
-    const auto other = static_cast<std::uint8_t>(1 - placement.region);
-    gathered_all_ = add_ranges(other, other_extents_) && gathered_all_;
-  }
-  if (own_gathered && other_extents_.empty()) return false;
-
-  extents_.resize(own_extents_.size() + other_extents_.size());
-  std::merge(own_extents_.begin(), own_extents_.end(), other_extents_.begin(), other_extents_.end(),
-             extents_.begin(), [](const Extent& a, const Extent& b) {
-               return a.chunk != b.chunk ? a.chunk < b.chunk : a.begin < b.begin;
-             });
-  std::size_t count = 0;
-  for (std::size_t i = 0; i < extents_.size();) {
-    Extent extent = extents_[i++];
-    for (; i < extents_.size() && extents_[i].chunk == extent.chunk && extents_[i].begin == extent.end; ++i) {
-      extent.end = extents_[i].end;
+      if (region != placement.region) other_chunks_.push_back(entry->chunk);
+      if (end == range->end()) return;
+      chunk_begin = offset = end;
     }
-    const bool inside = extent.begin > 0 && extent.end < chunks_[extent.chunk].bytes;
-    if (inside && extent.bytes() < placement.bytes) continue;
-    extents_[count++] = extent;
-  }
-  extents_.resize(count);
-  return !other_extents_.empty();
+  });
 }
 
-// After gather: false if no run of mapped addresses shows only gathered memory and has `bytes`. True if one
-// may. growth_mutex_ held too.
-//
-// A run is the end of a chunk, whole chunks, and the beginning of a chunk, or one extent. Most requests that
-// miss are so large that a run for them has more whole chunks than lie side by side anywhere. A row of them
-// contains a multiple of each smaller distance, so only the few addresses with a multiple are looked at, and
-// no sort is needed.
-bool ChunkedArena::may_be_shown(std::size_t bytes) {
-  std::size_t head_bytes = 0;    // The longest end of a chunk.
-  std::size_t tail_bytes = 0;    // The longest beginning of one.
-  std::size_t inside_bytes = 0;  // The longest other part.
-  std::size_t whole_bytes = 0;
-  std::size_t largest_bytes = 0;  // The largest whole chunk.
-  ++stamp_;
-  for (const Extent& extent : extents_) {
-    PhysicalChunk& chunk = chunks_[extent.chunk];
-    const bool at_end = extent.end == chunk.bytes;
-    if (at_end && extent.begin == 0) {
-      whole_bytes += extent.bytes();
-      largest_bytes = std::max(largest_bytes, chunk.bytes);
-      chunk.stamp = stamp_;
-    } else if (at_end) {
-      head_bytes = std::max(head_bytes, extent.bytes());
-    } else if (extent.begin == 0) {
-      tail_bytes = std::max(tail_bytes, extent.bytes());
+void ChunkedArena::add_whole(std::uint32_t chunk) {
+  if (whole_.has(chunk)) return;
+  whole_.add(chunk);
+  whole_bytes_ += chunks_[chunk].bytes;
+  largest_whole_bytes_ = std::max(largest_whole_bytes_, chunks_[chunk].bytes);
+}
+
+// Joins neighbours of found_parts_ into parts_, in the order of their chunks. Leaves out those inside a chunk
+// that cannot hold `bytes`. growth_mutex_ held too.
+void ChunkedArena::join_parts(std::size_t bytes) {
+  in_parts_.clear(chunks_.size());
+  for (std::size_t i = found_parts_.size(); i-- > 0;) {
+    const std::uint32_t chunk = found_parts_[i].extent.chunk;
+    found_parts_[i].next = in_parts_.has(chunk) ? chunks_[chunk].part : kNone;
+    chunks_[chunk].part = static_cast<std::uint32_t>(i);
+    in_parts_.add(chunk);
+  }
+  parts_.clear();
+  const auto keep = [&](const Extent& part, std::size_t chunk_end) {
+    if (part.bytes() == chunk_end) {
+      add_whole(part.chunk);
+    } else if (part.begin == 0 || part.end == chunk_end || part.bytes() >= bytes) {
+      parts_.push_back(part);
+    }
+  };
+  in_parts_.for_each(chunks_.size(), [&](std::uint32_t index) {
+    PhysicalChunk& chunk = chunks_[index];
+    const std::size_t first = parts_.size();
+    if (found_parts_[chunk.part].next == kNone) {
+      keep(found_parts_[chunk.part].extent, chunk.bytes);
     } else {
-      inside_bytes = std::max(inside_bytes, extent.bytes());
+      sort_scratch_.clear();
+      for (std::uint32_t i = chunk.part; i != kNone; i = found_parts_[i].next)
+        sort_scratch_.push_back(found_parts_[i].extent);
+      std::sort(sort_scratch_.begin(), sort_scratch_.end(),
+                [](const Extent& a, const Extent& b) { return a.begin < b.begin; });
+      for (auto part = sort_scratch_.begin(); part != sort_scratch_.end();) {
+        Extent joined = *part++;
+        for (; part != sort_scratch_.end() && part->begin == joined.end; ++part) joined.end = part->end;
+        keep(joined, chunk.bytes);
+      }
     }
-  }
-  if (bytes <= std::max({inside_bytes, largest_bytes, head_bytes + tail_bytes})) return true;
-  const std::size_t missing_bytes = bytes - head_bytes - tail_bytes;
-  if (missing_bytes > whole_bytes) return false;
-  // With fewer than eight chunks too many addresses have one.
-  const std::size_t distance = std::bit_floor(missing_bytes);
-  if (distance < 8 * largest_bytes) return true;
-  // The mapping at this address, if it shows a whole chunk. Older addresses of a chunk than a search looks
-  // at, and a chunk that a row shows twice, make the row too long here, which costs time only.
-  const auto whole_at = [&](std::size_t offset) -> const Mapping* {
-    const GranuleTable::Entry* entry = offset < reserve_bytes_ ? granules_.find(offset) : nullptr;
-    if (entry == nullptr || entry->mapping == kNone || chunks_[entry->chunk].stamp != stamp_) return nullptr;
-    return &mappings_[entry->mapping];
-  };
-  for (const Extent& extent : extents_) {
-    const PhysicalChunk& chunk = chunks_[extent.chunk];
-    if (chunk.stamp != stamp_) continue;
-    for (const std::uint32_t view : chunk.views) {
-      if (view == kNone) break;
-      std::size_t begin = view * chunk_bytes_;
-      std::size_t end = begin + chunk.bytes;
-      if (align_up(begin, distance) >= end) continue;
-      const Mapping* here = nullptr;
-      while (end - begin < missing_bytes && (here = whole_at(end)) != nullptr)
-        end += chunks_[here->chunk].bytes;
-      while (end - begin < missing_bytes && begin > 0 && (here = whole_at(begin - 1)) != nullptr)
-        begin = here->offset;
-      if (end - begin >= missing_bytes) return true;
-    }
-  }
-  return false;
+    chunk.part = static_cast<std::uint32_t>(first);
+    if (parts_.size() == first) in_parts_.remove(index);
+  });
 }
 
-// After gather: the shortest run of mapped addresses that show only gathered memory and can hold the block,
-// among the latest addresses of each chunk.
-// growth_mutex_ held too.
-bool ChunkedArena::find_shown(const Placement& placement, std::size_t* start) {
-  if (!may_be_shown(placement.bytes)) return false;
-  // All addresses that show gathered memory, in their order. Only stranded ones cannot be read.
-  const bool all_readable = stranded_count_ == 0;
-  views_.clear();
-  for (const Extent& extent : extents_) {
-    for (const std::uint32_t view : chunks_[extent.chunk].views) {
-      if (view == kNone || views_.size() == views_.capacity()) break;
-      const std::size_t offset = view * chunk_bytes_;
-      if (!all_readable && !readable(granules_.find(offset)->range)) continue;
-      views_.push_back({extent.chunk, offset + extent.begin, offset + extent.end});
-    }
+// Collects the usable extents of chunks: those of at most gather_max_ ranges of each class. Room has been
+// made. True if the other region had some. growth_mutex_ held too.
+bool ChunkedArena::gather(const Placement& placement, bool own_region_only) {
+  // A miss gathers the request's own region first, then both. Most often nothing has changed in between.
+  const bool own_gathered = gathered_at_ == free_changes_;
+  bool more = !own_gathered;
+  if (!own_gathered) {
+    whole_.clear(chunks_.size());
+    whole_bytes_ = 0;
+    largest_whole_bytes_ = 0;
+    found_parts_.clear();
+    other_chunks_.clear();
+    gathered_other_ = false;
+    repeated_ = false;
+    gathered_all_ = gather_region(placement, placement.region);
+    gathered_at_ = free_changes_;
   }
-  const auto granule = [shift = std::countr_zero(chunk_bytes_)](const Extent& view) -> std::uint64_t {
-    return view.begin >> shift;
-  };
-  const auto before = [](const Extent& a, const Extent& b) { return a.begin < b.begin; };
-  sort_by_key(views_, sort_scratch_, granule, before);
-  std::size_t best_bytes = SIZE_MAX;
+  if (!own_region_only && !gathered_other_ && placement.region < kSharedRegionCount) {
+    const auto other = static_cast<std::uint8_t>(1 - placement.region);
+    gathered_all_ = gather_region(placement, other) && gathered_all_;
+    gathered_other_ = true;
+    more = more || !other_chunks_.empty();
+  }
+  if (more) join_parts(placement.bytes);
+  return !other_chunks_.empty();
+}
+
+// The gathered bytes that the addresses from `offset` on show side by side, where a mapping begins or ends.
+// Stops at `bytes_max`.
+std::size_t ChunkedArena::shown_from(std::size_t offset, std::size_t bytes_max) const {
+  std::size_t bytes = 0;
+  while (bytes < bytes_max && offset + bytes < reserve_bytes_) {
+    const GranuleTable::Entry* entry = granules_.find(offset + bytes);
+    if (entry == nullptr || entry->mapping == kNone) break;
+    if (whole_.has(entry->chunk)) {
+      bytes += chunks_[entry->chunk].bytes;
+      continue;
+    }
+    if (!in_parts_.has(entry->chunk)) break;
+    const Extent& first = parts_[chunks_[entry->chunk].part];
+    return first.begin == 0 ? bytes + first.bytes() : bytes;
+  }
+  return bytes;
+}
+
+// The same for the addresses up to `offset`.
+std::size_t ChunkedArena::shown_up_to(std::size_t offset, std::size_t bytes_max) const {
+  std::size_t bytes = 0;
+  while (bytes < bytes_max && bytes < offset) {
+    const GranuleTable::Entry* entry = granules_.find(offset - bytes - 1);
+    if (entry == nullptr || entry->mapping == kNone) break;
+    if (whole_.has(entry->chunk)) {
+      bytes += chunks_[entry->chunk].bytes;
+      continue;
+    }
+    if (!in_parts_.has(entry->chunk)) break;
+    std::size_t last = chunks_[entry->chunk].part;
+    while (last + 1 < parts_.size() && parts_[last + 1].chunk == entry->chunk) ++last;
+    return parts_[last].end == chunks_[entry->chunk].bytes ? bytes + parts_[last].bytes() : bytes;
+  }
+  return bytes;
+}
+
+// Searches the gathered memory that the latest addresses of an extent's chunk show side by side, if it has
+// enough bytes. Looks only at addresses of the chunk that have a multiple of `distance`. growth_mutex_ held
+// too.
+void ChunkedArena::search_around(const Extent& extent, std::size_t distance, ShownSearch& search) {
+  const PhysicalChunk& chunk = chunks_[extent.chunk];
+  const std::size_t bytes = search.placement.bytes;
+  for (const std::uint32_t view : chunk.views) {
+    if (view == kNone) return;
+    const std::size_t begin = view * chunk_bytes_;
+    const std::size_t end = begin + chunk.bytes;
+    if (align_up(begin, distance) >= end) continue;
+    std::size_t row_bytes = extent.bytes();
+    if (extent.end == chunk.bytes && row_bytes < bytes) row_bytes += shown_from(end, bytes - row_bytes);
+    if (extent.begin == 0 && row_bytes < bytes) row_bytes += shown_up_to(begin, bytes - row_bytes);
+    if (row_bytes < bytes) continue;
+    const std::size_t first = begin + extent.begin;
+    if (std::any_of(rows_.begin(), rows_.end(),
+                    [&](const Extent& row) { return row.begin <= first && first < row.end; })) {
+      continue;
+    }
+    const std::size_t before = extent.begin == 0 ? shown_up_to(begin, SIZE_MAX) : 0;
+    const std::size_t after = extent.end == chunk.bytes ? shown_from(end, SIZE_MAX) : 0;
+    rows_.push_back({kNone, first - before, begin + extent.end + after});
+    search_row(rows_.back().begin, rows_.back().end, search);
+  }
+}
+
+// The shortest run of [begin, end), which shows gathered memory only. A chunk's latest addresses count, and a
+// run ends before a chunk that it shows already. growth_mutex_ held too.
+void ChunkedArena::search_row(std::size_t begin, std::size_t end, ShownSearch& search) {
+  const Placement& placement = search.placement;
   std::size_t run_begin = 0;
   std::size_t run_end = SIZE_MAX;
   const auto end_run = [&] {
-    if (run_end != SIZE_MAX && block_fits(run_begin, run_end, placement.bytes, placement.alignment) &&
-        run_end - run_begin < best_bytes) {
-      best_bytes = run_end - run_begin;
-      *start = align_up(run_begin, placement.alignment);
-    }
+    const std::size_t bytes = run_end - run_begin;
     ++stamp_;
+    if (run_end == SIZE_MAX || !block_fits(run_begin, run_end, placement.bytes, placement.alignment)) return;
+    if (bytes > search.run_bytes || (bytes == search.run_bytes && run_begin > search.run_begin)) return;
+    search.run_begin = run_begin;
+    search.run_bytes = bytes;
   };
   ++stamp_;
-  for (const Extent& view : views_) {
-    // A gap ends a run, and so does a chunk that it shows already.
-    PhysicalChunk& chunk = chunks_[view.chunk];
-    if (view.begin != run_end || chunk.stamp == stamp_) {
+  for (std::size_t offset = begin; offset < end;) {
+    const GranuleTable::Entry& entry = *granules_.find(offset);
+    PhysicalChunk& chunk = chunks_[entry.chunk];
+    const std::size_t chunk_begin = mappings_[entry.mapping].offset;
+    const std::size_t piece_begin = offset;
+    offset = std::min(end, chunk_begin + chunk.bytes);
+    const auto view = static_cast<std::uint32_t>(chunk_begin / chunk_bytes_);
+    if (std::find(chunk.views, chunk.views + kViewsMax, view) == chunk.views + kViewsMax) continue;
+    // Only stranded addresses cannot be read.
+    if (stranded_count_ != 0 && !readable(granules_.find(chunk_begin)->range)) continue;
+    if (piece_begin != run_end || chunk.stamp == stamp_) {
       end_run();
-      run_begin = view.begin;
+      run_begin = piece_begin;
     }
     chunk.stamp = stamp_;
-    run_end = view.end;
+    run_end = offset;
   }
   end_run();
-  return best_bytes != SIZE_MAX;
+}
+
+// After gather: the shortest run of mapped addresses that show only gathered memory and can hold the block,
+// among the latest addresses of each chunk. growth_mutex_ held too.
+//
+// A run is the end of a chunk, whole chunks, and the beginning of a chunk, or one extent. A row of whole
+// chunks contains a multiple of each smaller distance, so most often only the few addresses with a multiple
+// are looked at. No sort is needed.
+bool ChunkedArena::find_shown(const Placement& placement, std::size_t* start) {
+  const std::size_t bytes = placement.bytes;
+  ShownSearch search{placement};
+  rows_.clear();
+  const auto search_whole = [&](std::uint32_t chunk, std::size_t distance) {
+    search_around({chunk, 0, chunks_[chunk].bytes}, distance, search);
+  };
+  if (gathered_other_ && none_shown_at_ == free_changes_) {
+    // A run has memory of the other region, since without it there was none.
+    for (const std::uint32_t chunk : other_chunks_) {
+      if (whole_.has(chunk)) {
+        search_whole(chunk, chunk_bytes_);
+      } else if (in_parts_.has(chunk)) {
+        for (std::size_t i = chunks_[chunk].part; i < parts_.size() && parts_[i].chunk == chunk; ++i)
+          search_around(parts_[i], chunk_bytes_, search);
+      }
+    }
+  } else {
+    std::size_t head_bytes = 0;  // The longest end of a chunk.
+    std::size_t tail_bytes = 0;  // The longest beginning of one.
+    for (const Extent& part : parts_) {
+      std::size_t& longest = part.begin == 0 ? tail_bytes : head_bytes;
+      longest = std::max(longest, part.bytes());
+    }
+    if (bytes <= head_bytes + tail_bytes) {
+      for (const Extent& part : parts_) search_around(part, chunk_bytes_, search);
+    }
+    const std::size_t missing_bytes = bytes - std::min(bytes, head_bytes + tail_bytes);
+    const bool one_holds_all = largest_whole_bytes_ >= bytes;
+    const std::size_t distance =
+        one_holds_all ? chunk_bytes_ : std::max(chunk_bytes_, std::bit_floor(missing_bytes));
+    if (missing_bytes <= whole_bytes_)
+      whole_.for_each(chunks_.size(), [&](std::uint32_t chunk) { search_whole(chunk, distance); });
+  }
+  if (search.run_bytes == SIZE_MAX) return false;
+  *start = align_up(search.run_begin, placement.alignment);
+  return true;
 }
 
 }  // namespace forebay::internal
