@@ -237,7 +237,7 @@ class DistributedCheckpoint : public TensorSource {
     }
     for (const auto& [key, listed] : listed_) {
       if (!listed.is_tensor || !is_float(key)) continue;
-      const auto is_of = [&](const std::string& prefix) {
+      const auto is_of = [&key = key](const std::string& prefix) {
         return key.starts_with(prefix + "state.") || key.starts_with(prefix + "param_groups.");
       };
       if (std::none_of(optimizers.begin(), optimizers.end(), is_of)) weights_.push_back(key);

@@ -511,7 +511,7 @@ std::string_view Pickle::name_of(const PickleValue& value) const {
 }
 
 const std::vector<PickleValue>& Pickle::arguments(const PickleValue& object) const {
-  static const PickleValue kNothing;
+  static const PickleValue kNothing{};
   return items(object.kind == PickleValue::Kind::kObject ? containers_[object.container][1] : kNothing);
 }
 
