@@ -60,6 +60,9 @@ Status read_choices(const CompareArguments& arguments, ComparisonRequest* reques
   for (const int tensor : choices.tensor_parallel) {
     if (tensor < 1) return refuse("--tensor-parallel is " + std::to_string(tensor) + "; use 1 or more");
   }
+  for (const std::uint64_t batch : choices.batches) {
+    if (batch == 0) return refuse("--micro-batch is 0; use 1 or more");
+  }
   for (const int pipeline : choices.pipeline_parallel) {
     if (pipeline < 1 || static_cast<std::uint64_t>(pipeline) > request->base.shape.layers) {
       return refuse("--pipeline-parallel is " + std::to_string(pipeline) + "; use 1 to the model's " +
@@ -127,12 +130,13 @@ Status read_comparison(const CompareArguments& arguments, ComparisonRequest* req
 
 Status write_comparison(const CompareArguments& arguments, const Comparison& comparison,
                         const ComparisonText& text) {
+  // First, so that it is there if a file cannot be written.
+  FOREBAY_RETURN_IF_ERROR(write_standard_output(arguments.json ? comparison_json(comparison, text)
+                                                               : comparison_text(comparison, text)));
   if (!arguments.csv.empty())
     FOREBAY_RETURN_IF_ERROR(write_run_text(arguments.csv, comparison_csv(comparison, text)));
-  if (!arguments.html.empty())
-    FOREBAY_RETURN_IF_ERROR(write_run_text(arguments.html, comparison_page(comparison, text)));
-  return write_standard_output(arguments.json ? comparison_json(comparison, text)
-                                              : comparison_text(comparison, text));
+  return arguments.html.empty() ? Status()
+                                : write_run_text(arguments.html, comparison_page(comparison, text));
 }
 
 int run(const CompareArguments& arguments) {

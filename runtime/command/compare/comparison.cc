@@ -5,6 +5,7 @@
 #include <limits>
 #include <mutex>
 #include <numeric>
+#include <system_error>
 #include <thread>
 
 #include "forebay/activation_formulas.h"
@@ -17,6 +18,11 @@ namespace {
 
 // The largest micro-batch that is tried by default.
 constexpr std::uint64_t kBatchMost = 32;
+
+// The data-parallel ranks that are left for parts of the model; 0 if the parts do not divide the ranks.
+int data_ranks(int ranks, int tensor, int pipeline) {
+  return ranks % tensor == 0 && ranks / tensor % pipeline == 0 ? ranks / tensor / pipeline : 0;
+}
 
 // All combinations, the first list slowest.
 std::vector<SimulationRequest> combinations(const ComparisonRequest& request) {
@@ -39,18 +45,20 @@ std::vector<SimulationRequest> combinations(const ComparisonRequest& request) {
                           continue;
                         if (offload == Offload::kOptimizerAndParameters && stage < 3) continue;
                         if (recompute == 0 && activations.placement != ActivationPlacement::kKeep) continue;
-                        if (one.ranks % (tensor * pipeline) != 0) continue;
-                        const int data = one.ranks / (tensor * pipeline);
+                        const int data = data_ranks(one.ranks, tensor, pipeline);
+                        if (data == 0) continue;
                         if (group > 1 && (data % group != 0 || group >= data)) continue;
-                        const std::uint64_t samples = static_cast<std::uint64_t>(data) * batch;
-                        if (request.global_batch % samples != 0) continue;
+                        // Divides rather than multiplies, which could overflow.
+                        const std::uint64_t of_rank = request.global_batch / static_cast<std::uint64_t>(data);
+                        if (request.global_batch % static_cast<std::uint64_t>(data) != 0) continue;
+                        if (of_rank % batch != 0) continue;
                         one.options.stage = stage;
                         one.options.offload = offload;
                         one.options.tier = offloads ? tier : Tier::kPinned;
                         one.options.offload_fraction = offloads ? fraction : 1.0;
                         // Too many are refused with the plan's words.
-                        one.options.micro_steps = static_cast<int>(std::min<std::uint64_t>(
-                            request.global_batch / samples, std::numeric_limits<int>::max()));
+                        one.options.micro_steps = static_cast<int>(
+                            std::min<std::uint64_t>(of_rank / batch, std::numeric_limits<int>::max()));
                         one.options.bucket_bytes = bucket;
                         one.options.group = group;
                         one.part = {.tensor_parallel = tensor, .pipeline_parallel = pipeline};
@@ -102,14 +110,19 @@ void simulate_setting(Setting& setting) {
   setting.bottleneck = bottleneck(result.value()).cause;
 }
 
-// Runs work(i) for all i below `count`, on several threads.
+// Runs work(i) for all i below `count`, on several threads, or on as many as the system has.
+// Requires: work() throws nothing.
 void run_all(std::size_t count, int threads, const std::function<void(std::size_t)>& work) {
   std::atomic<std::size_t> next{0};
   const auto loop = [&] {
     for (std::size_t i = next++; i < count; i = next++) work(i);
   };
   std::vector<std::thread> others;
-  for (int t = 1; t < threads; ++t) others.emplace_back(loop);
+  try {
+    for (int t = 1; t < threads && static_cast<std::size_t>(t) < count; ++t) others.emplace_back(loop);
+  } catch (const std::system_error&) {
+    // The threads that there are do the work.
+  }
   loop();
   for (std::thread& thread : others) thread.join();
 }

@@ -7,6 +7,7 @@
 #include <memory>
 #include <optional>
 #include <string_view>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -508,20 +509,29 @@ Result<SimulationResult> simulate_stages(const SimulationRequest& request,
   std::vector<Result<SimulationResult>> results(activations.size(), SimulationResult());
   std::vector<HostClock::Registration> registrations;
   for (std::size_t stage = 0; stage < activations.size(); ++stage) registrations.emplace_back(clock);
+  const auto run = [&](std::size_t stage, HostClock::Registration registration) {
+    registration.adopt();
+    try {
+      results[stage] = SimulatedRank(request, activations[stage], clock, mail).run();
+    } catch (const Error& error) {
+      results[stage] = error.status();
+    }
+    if (!results[stage].ok()) mail->abandon();
+  };
   std::vector<std::thread> threads;
-  for (std::size_t stage = 0; stage < activations.size(); ++stage) {
-    threads.emplace_back([&, stage, registration = std::move(registrations[stage])]() mutable {
-      registration.adopt();
-      const HostClock::Registration held = std::move(registration);
-      try {
-        results[stage] = SimulatedRank(request, activations[stage], clock, mail).run();
-      } catch (const Error& error) {
-        results[stage] = error.status();
-      }
-      if (!results[stage].ok()) mail->abandon();
-    });
+  Status no_thread;
+  try {
+    for (std::size_t stage = 0; stage < activations.size(); ++stage)
+      threads.emplace_back(run, stage, std::move(registrations[stage]));
+  } catch (const std::system_error& error) {
+    no_thread =
+        Status(StatusCode::kUnavailable, "there is no thread for pipeline stage ", threads.size(),
+               " of the simulation: ", error.what(), "; raise ulimit -u or -v, or simulate fewer stages");
+    mail->abandon();
+    registrations.clear();  // So that the clock does not wait for them.
   }
   for (std::thread& thread : threads) thread.join();
+  FOREBAY_RETURN_IF_ERROR(no_thread);
   std::size_t most = 0;
   for (std::size_t stage = 0; stage < results.size(); ++stage) {
     FOREBAY_RETURN_IF_ERROR(results[stage].status());

@@ -13,6 +13,7 @@
 
 #include "forebay/error.h"
 #include "runtime/command/compare/comparison_print.h"
+#include "tests/support/thread_limit.h"
 
 namespace forebay {
 namespace {
@@ -101,6 +102,11 @@ TEST(Comparison, TheNumberOfThreadsChangesNothing) {
   const std::string one = comparison_json(value_or_throw(compare_settings(request)), text);
   request.threads = 3;
   EXPECT_EQ(comparison_json(value_or_throw(compare_settings(request)), text), one);
+  // Neither do threads that the system does not have.
+  for (const int threads : {0, 1}) {
+    const testing::ThreadLimit limit(threads);
+    EXPECT_EQ(comparison_json(value_or_throw(compare_settings(request)), text), one);
+  }
 }
 
 TEST(Comparison, PrintsEverySettingAsCsvAndThePageStandsAlone) {
@@ -125,6 +131,18 @@ TEST(Comparison, SaysThatNoSettingDividesTheBatch) {
   request.global_batch = 7;
   EXPECT_NE(compare_settings(request).status().message().find("no setting gives 7 sequences"),
             std::string::npos);
+}
+
+TEST(Comparison, ProductsThatOverflowAreNoSettings) {
+  ComparisonRequest request = request_of(2, 512, 8, "dgx-a100");
+  request.choices.batches = {std::uint64_t{1} << 61, (std::uint64_t{1} << 61) + 1};  // 8 of one are 2^64.
+  const auto refusal = [&] { return compare_settings(request).status().message(); };
+  EXPECT_NE(refusal().find("no setting gives 16 sequences"), std::string::npos) << refusal();
+
+  request = request_of(1 << 16, 64, 8, "dgx-a100");
+  request.choices.tensor_parallel = {1 << 16};
+  request.choices.pipeline_parallel = {1 << 16};
+  EXPECT_NE(refusal().find("no setting gives 16 sequences"), std::string::npos) << refusal();
 }
 
 TEST(Comparison, MoreMicroStepsThan32BitsHoldAreRefused) {

@@ -95,5 +95,23 @@ TEST(CompareCommand, RefusesPricesThatAreNoNumbers) {
   }
 }
 
+TEST(CompareCommand, RefusesMicroBatchesThatNoStepHas) {
+  for (const char* const batch : {"0", "2305843009213693952", "18446744073709551615"}) {
+    const Finished finished = run_program({FOREBAY_COMMAND, "compare", "--micro-batch", batch, "--ranks", "8",
+                                           "--layers", "2", "--hidden", "256", "--heads", "4"});
+    EXPECT_EQ(finished.exit_code, 2) << batch << finished.output;
+    EXPECT_NE(finished.output.find("; use "), std::string::npos) << finished.output;
+  }
+}
+
+TEST(CompareCommand, PrintsTheComparisonThoughAFileCannotBeWritten) {
+  const Finished finished =
+      run_program({FOREBAY_COMMAND, "compare", "--csv", "/dev/full", "--html", "/dev/full", "--limit", "2",
+                   "--ranks", "2", "--layers", "2", "--hidden", "256", "--heads", "4"});
+  EXPECT_EQ(finished.exit_code, 1) << finished.output;
+  EXPECT_NE(finished.output.find("cannot write /dev/full"), std::string::npos) << finished.output;
+  EXPECT_NE(finished.output.find("options: --stage"), std::string::npos) << finished.output;
+}
+
 }  // namespace
 }  // namespace forebay::testing

@@ -15,6 +15,7 @@
 
 #include "forebay/error.h"
 #include "runtime/command/simulate/simulation_print.h"
+#include "tests/support/thread_limit.h"
 
 namespace forebay {
 namespace {
@@ -129,6 +130,20 @@ TEST(Simulation, AStageThatDoesNotFitEndsThemAll) {
   request.options.micro_steps = 4;
   request.options.memory_bytes = 600u << 20;
   EXPECT_EQ(simulate(request).status().code(), StatusCode::kOutOfMemory);
+}
+
+TEST(Simulation, SaysThatThereAreTooFewThreadsForThePipelineStages) {
+  SimulationRequest request = small(4, 0);
+  request.part.pipeline_parallel = 4;
+  request.options.micro_steps = 2;
+  for (int threads = 0; threads < 4; ++threads) {
+    const testing::ThreadLimit limit(threads);
+    const Status status = simulate(request).status();
+    EXPECT_EQ(status.code(), StatusCode::kUnavailable) << threads;
+    EXPECT_NE(status.message().find("no thread for pipeline stage " + std::to_string(threads)),
+              std::string::npos)
+        << status.message();
+  }
 }
 
 TEST(Simulation, SavedActivationsLieWhereTheyArePlaced) {
