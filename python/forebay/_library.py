@@ -266,6 +266,19 @@ def signature(letters: str) -> tuple:
 ADVICE: Dict[str, str] = {}
 
 
+def _with_whole_texts(function: Any, parameters: str) -> Any:
+    """The function, which refuses texts with a zero byte: C would end them there, and save under another name, say."""
+    texts = [place for place, letter in enumerate(parameters) if letter == "s"]
+
+    def call(*arguments: Any) -> Any:
+        for place in texts:
+            if arguments[place] is not None and b"\0" in arguments[place]:
+                raise InvalidArgument(f"{arguments[place][:80]!r} has a zero byte, which ends a text in C; leave it out")
+        return function(*arguments)
+
+    return call if texts else function
+
+
 class Library:
     """The loaded library; an attribute for each function, without its prefix.
 
@@ -291,7 +304,7 @@ class Library:
                                   "Install both from one version.") from None
             function.argtypes = [TYPES[letter] for letter in parameters]
             function.restype = check if not result else None if result == "-" else TYPES[result]
-            setattr(self, name, function)
+            setattr(self, name, _with_whole_texts(function, parameters))
         if self.abi() != ABI:
             raise Unavailable(f"{path} has ABI {self.abi()}, and this package needs {ABI}. Install both from "
                               "one version.")

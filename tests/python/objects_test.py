@@ -28,6 +28,9 @@ class Options(unittest.TestCase):
             forebay.Options(stag=3)
         with self.assertRaisesRegex(forebay.InvalidArgument, "stage"):
             forebay.Options(stage=7)
+        # C would take the text before the zero byte.
+        with self.assertRaisesRegex(forebay.InvalidArgument, "zero byte"):
+            forebay.Options(store="/tmp\0/other")
 
 
 class Memory(unittest.TestCase):

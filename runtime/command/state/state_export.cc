@@ -23,6 +23,7 @@ namespace {
 using Json = nlohmann::ordered_json;
 
 constexpr std::string_view kSuffix = ".safetensors";
+constexpr const char* kIndexSuffix = ".index.json";
 
 [[noreturn]] void cannot_write(const std::string& path, int error) {
   throw Error(StatusCode::kIoError, "cannot write " + path + ": " + std::strerror(error) +
@@ -32,7 +33,9 @@ constexpr std::string_view kSuffix = ".safetensors";
 // A file under a temporary name. rename_to_path() gives it its name; otherwise it is removed.
 class NewFile {
  public:
-  explicit NewFile(std::string path) : path_(std::move(path)), temporary_(path_ + ".exporting") {
+  explicit NewFile(std::string path)
+      // The number keeps two exports to one file apart.
+      : path_(std::move(path)), temporary_(path_ + ".exporting." + std::to_string(::getpid())) {
     struct stat facts {};
     if (::stat(path_.c_str(), &facts) == 0 && !S_ISREG(facts.st_mode)) {
       throw Error(StatusCode::kInvalidArgument,
@@ -177,6 +180,13 @@ std::vector<std::string> export_state(SavedStateReader& state, const StateExport
                 "--to is " + options.to + "; name a file that ends in .safetensors, as in model.safetensors");
   }
   const std::vector<Shard> shards = shards_of(state.facts(), options);
+  // Where both are there, some programs read the one file, and others the index.
+  const std::string other = shards.size() > 1 ? options.to : options.to + kIndexSuffix;
+  if (struct stat facts{}; ::stat(other.c_str(), &facts) == 0) {
+    throw Error(StatusCode::kInvalidArgument, "cannot export to " + options.to + ": " + other +
+                                                  " is there, and programs would read it in place of this "
+                                                  "export; remove it, or name another file");
+  }
   std::uint64_t all = 0;
   for (const Shard& shard : shards) all += shard.bytes;
 
@@ -201,7 +211,7 @@ std::vector<std::string> export_state(SavedStateReader& state, const StateExport
   }
   if (shards.size() > 1) {
     const std::string text = index_text(shards, paths);
-    paths.push_back(options.to + ".index.json");
+    paths.push_back(options.to + kIndexSuffix);
     NewFile& index = *files.emplace_back(std::make_unique<NewFile>(paths.back()));
     index.write(text.data(), text.size());
     index.sync();

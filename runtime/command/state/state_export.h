@@ -24,8 +24,9 @@ struct StateExport {
 
 // Writes the files under temporary names, syncs and renames them when all are complete, the index last.
 // Returns their paths. `progress` gets the bytes so far and in all.
-// Errors: throws Error: kInvalidArgument for a name that is no .safetensors file, kIoError, and those of
-// SavedStateReader. No new file is left then.
+// Errors: throws Error: kInvalidArgument for a name that is no .safetensors file and where an export of the
+// other form (one file, or several with an index) has that name, kIoError, and those of SavedStateReader. No
+// new file is left then.
 // Cost: memory for two pieces of SavedStateReader::kPieceCount elements.
 std::vector<std::string> export_state(
     SavedStateReader& state, const StateExport& options,

@@ -6,6 +6,7 @@
 #include <map>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <set>
 #include <string_view>
 #include <utility>
 
@@ -45,15 +46,21 @@ std::optional<DataType> type_of(const std::string& name) {
 
 class Safetensors : public TensorSource {
  public:
-  // The tensors of a file, and of the files of an index. Only these tensors of each file count.
+  // All tensors of these files.
   explicit Safetensors(const std::vector<std::string>& paths) {
-    for (const std::string& path : paths) {
-      files_.push_back(std::make_unique<InputFile>(path));
-      add_file(files_.size() - 1);
-    }
+    for (const std::string& path : paths) add_file(files_.add(path));
     for (auto& [name, tensor] : by_name_) {
       tensors_.push_back({name, tensor.shape, tensor.count});
-      places_.push_back(std::move(tensor));
+      places_.push_back(tensor);
+    }
+  }
+
+  // Errors: throws Error(kCorruption) for a tensor of the index `path` that its file does not have.
+  void check_index(const std::string& path, const std::map<std::string, std::string>& file_of) const {
+    for (const auto& [name, file] : file_of) {
+      const auto found = by_name_.find(name);
+      if (found == by_name_.end() || files_.path(found->second.file) != file)
+        refuse_import(path, "the tensor " + shown_value(name) + " is not in " + shown_path(file));
     }
   }
 
@@ -66,7 +73,7 @@ class Safetensors : public TensorSource {
     std::vector<std::byte> stored(piece.size() * width);
     for (std::uint64_t done = 0; done < place.count; done += piece.size()) {
       piece.resize(std::min(place.count - done, kPieceCount));
-      files_[place.file]->read_at(place.at + done * width, stored.data(), piece.size() * width);
+      files_.open(place.file).read_at(place.at + done * width, stored.data(), piece.size() * width);
       widen_elements(place.type, stored.data(), piece.size(), piece.data());
       visit(Span<const float>(piece.data(), piece.size()));
     }
@@ -82,25 +89,32 @@ class Safetensors : public TensorSource {
   };
 
   void add_file(std::size_t number) {
-    const InputFile& file = *files_[number];
+    const InputFile& file = files_.open(number);
     std::uint64_t length = 0;
     if (file.bytes() < sizeof(length)) refuse_import(file.path(), "it is too short");
     file.read_at(0, &length, sizeof(length));
     if (length > std::min(file.bytes() - sizeof(length), kMostHeaderBytes))
       refuse_import(file.path(), "its header is too long");
     const std::uint64_t data_at = sizeof(length) + length;
+    // A parsed object has the last one of two entries of a name.
+    std::set<std::string> names;
+    const auto note_name = [&](int depth, Json::parse_event_t event, Json& value) {
+      if (depth == 1 && event == Json::parse_event_t::key && !names.insert(value.get<std::string>()).second)
+        refuse_import(file.path(), "it has " + shown_value(value.get<std::string>()) + " twice");
+      return true;
+    };
     try {
-      const Json header = Json::parse(json_text(file, sizeof(length), length));
+      const Json header = Json::parse(json_text(file, sizeof(length), length), note_name);
       for (const auto& [name, entry] : header.items()) {
-        if (name != "__metadata__") add_tensor(number, data_at, name, entry);
+        if (name != "__metadata__") add_tensor(file, number, data_at, name, entry);
       }
     } catch (const Json::exception&) {
       refuse_import(file.path(), "its header cannot be read");
     }
   }
 
-  void add_tensor(std::size_t number, std::uint64_t data_at, const std::string& name, const Json& entry) {
-    const InputFile& file = *files_[number];
+  void add_tensor(const InputFile& file, std::size_t number, std::uint64_t data_at, const std::string& name,
+                  const Json& entry) {
     const auto type_name = entry.at("dtype").get<std::string>();
     const std::optional<DataType> type = type_of(type_name);
     if (!type) {
@@ -124,30 +138,37 @@ class Safetensors : public TensorSource {
       refuse_import(file.path(), "another file has " + shown_value(name) + " too");
   }
 
-  std::vector<std::unique_ptr<InputFile>> files_;
+  InputFiles files_;
   std::map<std::string, Place> by_name_;
   std::vector<Tensor> tensors_;
   std::vector<Place> places_;
 };
 
-// The files of an index, each once.
-std::vector<std::string> files_of_index(const std::string& path) {
+// The file of each tensor of an index.
+std::map<std::string, std::string> files_of_index(const std::string& path) {
   const InputFile index(path);
   if (index.bytes() > kMostHeaderBytes) refuse_import(path, "it is too long for an index");
-  std::vector<std::string> files;
+  std::map<std::string, std::string> files;
   try {
     const Json json = Json::parse(json_text(index, 0, index.bytes()));
     for (const auto& [tensor, file] : json.at("weight_map").items()) {
       const auto name = file.get<std::string>();
       if (name.find('/') != std::string::npos) refuse_import(path, "it names a file in another directory");
-      files.push_back((fs::path(path).parent_path() / name).string());
+      files[tensor] = (fs::path(path).parent_path() / name).string();
     }
   } catch (const Json::exception&) {
     refuse_import(path, "it is not an index");
   }
-  std::sort(files.begin(), files.end());
-  files.erase(std::unique(files.begin(), files.end()), files.end());
   return files;
+}
+
+std::unique_ptr<TensorSource> open_index(const std::string& path) {
+  const std::map<std::string, std::string> file_of = files_of_index(path);
+  std::set<std::string> files;
+  for (const auto& [tensor, file] : file_of) files.insert(file);
+  auto source = std::make_unique<Safetensors>(std::vector<std::string>(files.begin(), files.end()));
+  source->check_index(path, file_of);
+  return source;
 }
 
 }  // namespace
@@ -157,9 +178,10 @@ std::unique_ptr<TensorSource> open_safetensors(const std::string& path) {
   if (fs::is_directory(path, error)) {
     const std::string file = path + "/model.safetensors";
     const std::string index = file + ".index.json";
-    return open_safetensors(fs::exists(index, error) ? index : file);
+    // In this order, as transformers has it.
+    return open_safetensors(fs::exists(file, error) || !fs::exists(index, error) ? file : index);
   }
-  if (std::string_view(path).ends_with(".json")) return std::make_unique<Safetensors>(files_of_index(path));
+  if (std::string_view(path).ends_with(".json")) return open_index(path);
   return std::make_unique<Safetensors>(std::vector{path});
 }
 

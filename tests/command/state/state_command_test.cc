@@ -14,6 +14,7 @@
 #include <nlohmann/json.hpp>
 #include <sstream>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "forebay/conversions.h"
@@ -240,6 +241,36 @@ TEST_F(StateCommand, ExportsSeveralFilesWithAnIndex) {
   }
 }
 
+// A program would read the old one.
+TEST_F(StateCommand, RefusesAnExportBesideOneOfTheOtherForm) {
+  save();
+  const std::string one = "export " + directory_ + " --to " + root_ + "/m.safetensors";
+  const std::string several = one + " --max-shard-size 2430";
+  ASSERT_EQ(command(several), 0) << err_;
+  EXPECT_EQ(command(several), 0) << err_;
+  EXPECT_EQ(command(one), 2);
+  EXPECT_NE(err_.find("m.safetensors.index.json is there"), std::string::npos) << err_;
+  EXPECT_FALSE(fs::exists(root_ + "/m.safetensors"));
+  fs::remove(root_ + "/m.safetensors.index.json");
+  EXPECT_EQ(command(one), 0) << err_;
+  EXPECT_EQ(command(several), 2);
+  EXPECT_NE(err_.find("m.safetensors is there"), std::string::npos) << err_;
+  EXPECT_FALSE(fs::exists(root_ + "/m.safetensors.index.json"));
+}
+
+TEST_F(StateCommand, TwoExportsToOneFileLeaveAWholeOne) {
+  save();
+  const std::string to = root_ + "/m.safetensors";
+  SavedStateReader state(directory_);
+  bool is_first = true;
+  export_state(state, {.to = to}, [&](std::uint64_t, std::uint64_t) {
+    if (!std::exchange(is_first, false)) return;
+    EXPECT_EQ(command("export " + directory_ + " --to " + to), 0) << err_;
+  });
+  EXPECT_EQ(TensorFile(to).values<float>("wte").back(), value_of(0, 2099));
+  EXPECT_EQ(files(), std::vector<std::string>{"m.safetensors"});
+}
+
 TEST_F(StateCommand, KeepsAsManyStatesAsWereAskedFor) {
   save(/*states=*/5, /*keep=*/3);
 
@@ -344,6 +375,31 @@ TEST_F(StateCommand, ImportsSafetensorsAsAStateThatAnEngineLoads) {
   std::string text = whole;
   text[10] = '\xff';
   refused(text, "its header cannot be read");
+  std::string twice = whole;
+  twice.replace(twice.find("\"bias\""), 6, "\"wte\" ");
+  refused(twice, "it has wte twice");
+}
+
+TEST_F(StateCommand, RefusesAnIndexOfTensorsThatItsFilesDoNotHave) {
+  save();
+  ASSERT_EQ(command("export " + directory_ + " --max-shard-size 2430 --to " + root_ + "/model.safetensors"),
+            0);
+  const std::string path = root_ + "/model.safetensors.index.json";
+  const Json whole = Json::parse(text_of(path));
+  const std::string other = whole["weight_map"]["wte"];
+  ASSERT_NE(whole["weight_map"]["z.last"], other);
+  const auto refused = [&](const char* tensor) {
+    Json index = whole;
+    index["weight_map"][tensor] = other;
+    std::ofstream(path) << index;
+    EXPECT_EQ(command("import " + root_ + "/imported --from " + root_), 1);
+    EXPECT_NE(err_.find(std::string("the tensor ") + tensor + " is not in " + root_ + "/" + other),
+              std::string::npos)
+        << err_;
+    EXPECT_FALSE(fs::exists(root_ + "/imported"));
+  };
+  refused("missing");
+  refused("z.last");
 }
 
 TEST_F(StateCommand, BadInputIsRefusedInWords) {
