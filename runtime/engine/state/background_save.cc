@@ -5,6 +5,7 @@
 #include <exception>
 #include <new>
 #include <string>
+#include <system_error>
 #include <utility>
 
 #include "forebay/error.h"
@@ -40,7 +41,24 @@ Status error_of_save() {
 
 }  // namespace
 
-BackgroundSave::BackgroundSave(BackgroundSaveJob job) : job_(std::move(job)), thread_([this] { run(); }) {}
+BackgroundSave::BackgroundSave(BackgroundSaveJob job) : job_(std::move(job)) {
+  try {
+    thread_ = std::thread([this] { run(); });
+  } catch (const std::system_error& error) {
+    // An error of the save, as those of the thread are, so that all ranks learn of it at its end.
+    const Status status(StatusCode::kUnavailable, "there is no thread to write a saved state: ", error.what(),
+                        "; raise ulimit -u or -v, or save without a thread");
+    static_cast<void>(job_.copied());
+    file_ = status;
+    std::optional<StateDirectory> directory;
+    try {
+      directory.emplace(job_.directory);
+    } catch (const Error&) {
+      // The next save removes the temporary state.
+    }
+    end(status, directory);
+  }
+}
 
 BackgroundSave::~BackgroundSave() {
   {
@@ -50,7 +68,7 @@ BackgroundSave::~BackgroundSave() {
     gave_up_ = true;
   }
   changed_.notify_all();
-  thread_.join();
+  if (thread_.joinable()) thread_.join();
   if (!state_->ok() && !told_)
     log(LogLevel::kWarning, "a state that was being saved is lost: %s", state_->message().c_str());
 }
@@ -101,6 +119,10 @@ void BackgroundSave::run() {
       status = error_of_save();
     }
   }
+  end(status, directory);
+}
+
+void BackgroundSave::end(const Status& status, const std::optional<StateDirectory>& directory) {
   if (!status.ok() && job_.rank == 0 && directory) directory->remove(temporary_state(job_.name));
   job_.lock.reset();
   {

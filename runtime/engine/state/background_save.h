@@ -38,7 +38,8 @@ struct BackgroundSaveJob {
 
 class BackgroundSave {
  public:
-  // Starts the thread. Requires: rank 0 has made the temporary state.
+  // Starts the thread. Without one the save has failed: see wait_for_file(). Requires: rank 0 has made the
+  // temporary state.
   explicit BackgroundSave(BackgroundSaveJob job);
   // Waits for this rank's file, and rank 0 then at most `patience` for the others.
   ~BackgroundSave();
@@ -59,6 +60,8 @@ class BackgroundSave {
  private:
   void run();
   void publish(const StateDirectory& directory);
+  // Sets the verdict on the state. `directory`: null where it cannot be opened.
+  void end(const Status& status, const std::optional<StateDirectory>& directory);
 
   BackgroundSaveJob job_;
   std::mutex mutex_;

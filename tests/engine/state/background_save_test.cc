@@ -14,6 +14,7 @@
 #include <iterator>
 #include <map>
 #include <new>
+#include <optional>
 #include <random>
 #include <string>
 #include <thread>
@@ -24,6 +25,7 @@
 #include "tests/engine/toy_cases.h"
 #include "tests/offload/memory_store.h"
 #include "tests/support/temporary_directory.h"
+#include "tests/support/thread_limit.h"
 
 namespace forebay::testing {
 namespace {
@@ -335,6 +337,37 @@ TEST_F(BackgroundSave, AHostWithoutMemoryIsAnErrorOfTheSave) {
     engine.save_state_end();
     EXPECT_EQ(engine.load_state(directory_), "y");
   });
+}
+
+TEST_F(BackgroundSave, AHostWithoutThreadsIsAnErrorOfTheSave) {
+  for (const int threads : {0, 1}) {
+    ToyOptions options = options_for(2, DataType::kBfloat16, 2);
+    options.engine.save_async = true;
+    std::optional<ThreadLimit> limit;
+    run_ranks(2, {}, [&](Rank& rank) {
+      ToyTrainer trainer(options, rank);
+      trainer.initialize();
+      Engine& engine = trainer.engine();
+      static_cast<void>(trainer.step(0));
+      throw_if_error(rank.communicator->barrier());
+      if (rank.communicator->rank() == 0) limit.emplace(threads);
+      throw_if_error(rank.communicator->barrier());
+      engine.save_state_begin(directory_, "x");
+      throw_if_error(rank.communicator->barrier());
+      if (rank.communicator->rank() == 0) limit.reset();
+      try {
+        engine.save_state_end();
+        ADD_FAILURE() << "the error is lost";
+      } catch (const Error& error) {
+        EXPECT_NE(std::string(error.what()).find("saved state"), std::string::npos) << error.what();
+      }
+      throw_if_error(rank.communicator->barrier());
+      static_cast<void>(trainer.step(1));
+      engine.save_state_begin(directory_, "y");
+      engine.save_state_end();
+      EXPECT_EQ(engine.load_state(directory_), "y");
+    });
+  }
 }
 
 // A process that trains and saves in the background is killed at random moments. The state that it last saw
