@@ -829,7 +829,10 @@ TEST(Engine, RefusesValuesOutOfRange) {
   EXPECT_TRUE(refused([](ToyOptions& o) { o.engine.beta2 = 1.0; }));
   EXPECT_TRUE(refused([](ToyOptions& o) { o.engine.epsilon = 1e-60; }));
   EXPECT_TRUE(refused([](ToyOptions& o) { o.engine.loss_scale.initial = std::nan(""); }));
-  EXPECT_TRUE(refused([](ToyOptions& o) { o.groups[1].lr = std::nan(""); }));
+  for (const double value : {std::nan(""), 1e39, -1e308}) {  // Infinite in fp32.
+    EXPECT_TRUE(refused([=](ToyOptions& o) { o.groups[1].lr = value; })) << value;
+    EXPECT_TRUE(refused([=](ToyOptions& o) { o.groups[1].weight_decay = value; })) << value;
+  }
   EXPECT_TRUE(refused([](ToyOptions& o) { o.clip = -1; }));
   run_ranks(1, {}, [&](Rank& rank) {
     const ToyOptions options = options_for(3, DataType::kFloat32, 1);

@@ -242,6 +242,14 @@ class OneRank(unittest.TestCase):
             _, (expected,) = plain()
             self.close(models.train(model, optimizer, steps=3), expected)
 
+    def test_a_directory_with_two_models_is_refused(self):
+        with tempfile.TemporaryDirectory() as directory:
+            for name in ("model.safetensors", "model_before.safetensors"):
+                write_safetensors(os.path.join(directory, name), dict(models.make().named_parameters()))
+            model = forebay.shard(models.make(), stage=2)
+            with self.assertRaisesRegex(forebay.InvalidArgument, "is in .*model.safetensors and in .*model_before"):
+                forebay.load(model, directory)
+
     def test_buffers_come_from_safetensors_and_state_dicts(self):
         class Buffered(models.GPT):
             def __init__(self):

@@ -276,7 +276,7 @@ def load(model: nn.Module, path: Path) -> List[str]:
     """Loads weights and buffers from a safetensors file, or from all such files of a directory, one tensor at a time.
 
     The model may have been on the meta device. The names in the files that the model does not have are returned.
-    Errors: InvalidArgument for a shape that differs and for parameters that no file has.
+    Errors: InvalidArgument for a shape that differs, for a name that two files have, and for parameters that no file has.
     """
     sharded = sharded_of(model)
     if sharded.engine is not None or any(p.is_meta for p in sharded.parameters):
@@ -290,8 +290,12 @@ def load(model: nn.Module, path: Path) -> List[str]:
                for prefix, module in model.named_modules() for name in module._buffers}
     left = set(sharded.parameters)
     unknown: List[str] = []
+    file_of: Dict[str, str] = {}
     for file in files:
         for name, value in read_safetensors(file):
+            if file_of.setdefault(name, file) != file:
+                raise InvalidArgument(f"{_shown(name)} is in {file_of[name]} and in {file}; give one of the files, or a "
+                                      "directory with one model")
             module, key = buffers.get(name, (None, ""))
             target = by_name.get(name, module._buffers[key] if module else None)
             if target is None:

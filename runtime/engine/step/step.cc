@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "forebay/text.h"
 #include "runtime/engine/engine_impl.h"
@@ -117,9 +118,11 @@ void Engine::Impl::check_step(const Hyperparameters& hyperparameters) {
            " groups; the model has " + std::to_string(group_count));
   }
   for (const GroupHyperparameters& group : hyperparameters.groups) {
-    if (!std::isfinite(group.lr) || !std::isfinite(group.weight_decay)) {
-      misuse(format_text("step() was given lr %.9g and weight decay %.9g; both must be finite", group.lr,
-                         group.weight_decay));
+    // The arithmetic is fp32. A NaN is not at most anything.
+    constexpr double kMost = std::numeric_limits<float>::max();
+    if (!(std::abs(group.lr) <= kMost && std::abs(group.weight_decay) <= kMost)) {
+      misuse(format_text("step() was given lr %.9g and weight decay %.9g; both must be finite in fp32",
+                         group.lr, group.weight_decay));
     }
     throw_if_error(check_adamw(group.beta1.value_or(options.beta1), group.beta2.value_or(options.beta2),
                                group.epsilon.value_or(options.epsilon)));
