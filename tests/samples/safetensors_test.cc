@@ -17,6 +17,7 @@
 
 #include "forebay/error.h"
 #include "model/random.h"
+#include "output/huggingface.h"
 #include "output/weight_files.h"
 #include "tests/support/temporary_directory.h"
 #include "trainer/initial.h"
@@ -275,6 +276,18 @@ TEST_F(Safetensors, ShardsComeBack) {
     EXPECT_EQ(files.read("b"), (std::vector<float>{4, 5, 6, 7}));
     EXPECT_EQ(files.read("c"), (std::vector<float>{8}));
     EXPECT_THROW(prepare_model_directory(directory), Error);
+  }
+}
+
+TEST_F(Safetensors, AModelOfAnotherKindIsRefusedWithTheKindsThatThereAre) {
+  std::ofstream(path("config.json")) << R"({"model_type": "mamba"})";
+  try {
+    shape_of_model(directory_.string(), {});
+    ADD_FAILURE() << "it is taken";
+  } catch (const Error& error) {
+    EXPECT_NE(std::string(error.what()).find(R"("mamba", and forebay-gpt has models with "gpt2" or "llama")"),
+              std::string::npos)
+        << error.what();
   }
 }
 

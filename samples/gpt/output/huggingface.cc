@@ -39,8 +39,10 @@ class Config {
     for (const Json& one : known) {
       if (value == one) return;
     }
+    std::string all;
+    for (const Json& one : known) all += (all.empty() ? "" : " or ") + (one.is_null() ? "none" : shown(one));
     throw Error(StatusCode::kUnsupported, shown_path(path_) + ": " + key + " is " + shown(value) +
-                                              ", and forebay-gpt has models with " + shown(known.front()) +
+                                              ", and forebay-gpt has models with " + all +
                                               " only; give another model");
   }
   std::string word(const char* key) const {
