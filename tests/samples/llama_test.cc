@@ -321,6 +321,30 @@ TEST_F(LlamaTraining, AStateOfTheOtherModelIsRefused) {
   EXPECT_THROW(run_training(other), Error);
 }
 
+// Neither shows in the sizes of the parameters.
+TEST_F(LlamaTraining, AStateOfOtherRotationsOrNormsIsRefused) {
+  TrainerOptions o = options(1, 0);
+  o.save_state = path("state");
+  run_training(o);
+  const auto refused = [&](GptShape model, const std::string& part) {
+    TrainerOptions other = options(1, 0);
+    other.model = model;
+    other.load_state = path("state");
+    try {
+      run_training(other);
+      ADD_FAILURE() << "it is taken: " << part;
+    } catch (const Error& error) {
+      EXPECT_NE(std::string(error.what()).find(part), std::string::npos) << error.what();
+    }
+  };
+  GptShape model = o.model;
+  model.rope_theta *= 2;
+  refused(model, "saved with another --rope-theta");
+  model = o.model;
+  model.norm_epsilon *= 2;
+  refused(model, "saved with another rms_norm_eps");
+}
+
 TEST_F(LlamaTraining, EveryGridHasTheSameLossAndGeneratesTheSameText) {
   for (const bool is_tied : {false, true}) {
     std::optional<TrainingReport> first;

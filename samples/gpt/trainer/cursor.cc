@@ -3,13 +3,16 @@
 #include <nlohmann/json.hpp>
 
 #include "forebay/error.h"
+#include "forebay/text.h"
 
 namespace forebay::gpt {
 
 std::string Cursor::to_text() const {
-  return nlohmann::ordered_json(
-             {{"samples", samples}, {"seed", seed}, {"text", text}, {"heads", heads}, {"part", part}})
-      .dump();
+  nlohmann::ordered_json json = {
+      {"samples", samples}, {"seed", seed}, {"text", text}, {"heads", heads}, {"part", part}};
+  if (rope_theta > 0) json["rope_theta"] = rope_theta;
+  if (norm_epsilon > 0) json["norm_epsilon"] = norm_epsilon;
+  return json.dump();
 }
 
 Cursor Cursor::from_text(const std::string& saved) {
@@ -28,6 +31,11 @@ Cursor Cursor::from_text(const std::string& saved) {
   read("text", &cursor.text);
   read("heads", &cursor.heads);
   read("part", &cursor.part);
+  const auto read_if_there = [&](const char* key, double* value) {
+    if (json.contains(key) && json[key].is_number()) *value = json[key].get<double>();
+  };
+  read_if_there("rope_theta", &cursor.rope_theta);
+  read_if_there("norm_epsilon", &cursor.norm_epsilon);
   return cursor;
 }
 
@@ -40,6 +48,12 @@ void check_may_resume(const Cursor& own, const Cursor& saved, const std::string&
   if (saved.seed != own.seed) refuse("--seed, " + std::to_string(saved.seed));
   if (saved.text != own.text) refuse("--text");
   if (saved.heads != own.heads) refuse("--heads, " + std::to_string(saved.heads));
+  const auto differs = [](double saved_value, double own_value) {
+    return saved_value > 0 && own_value > 0 && saved_value != own_value;
+  };
+  if (differs(saved.rope_theta, own.rope_theta)) refuse(format_text("--rope-theta, %.17g", saved.rope_theta));
+  if (differs(saved.norm_epsilon, own.norm_epsilon))
+    refuse(format_text("rms_norm_eps, %.17g, which --initial gives", saved.norm_epsilon));
   if (saved.part != own.part) {
     throw Error(StatusCode::kCorruption, "--load-state: " + directory + " holds part " +
                                              std::to_string(saved.part) + " of the model, not part " +

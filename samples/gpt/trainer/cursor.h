@@ -13,6 +13,9 @@ struct Cursor {
   std::uint64_t text = 0;  // The hash of the text.
   std::uint64_t heads = 0;
   std::uint64_t part = 0;  // The part of the model that the saving rank had.
+  // Llama's; 0: of another model, or not saved.
+  double rope_theta = 0;
+  double norm_epsilon = 0;
 
   std::string to_text() const;
   // Errors: throws Error(kCorruption) when to_text() did not make `saved`.
@@ -20,8 +23,8 @@ struct Cursor {
 };
 
 // Checks that a run with the cursor `own` may go on from `saved`. `load_state` is the user's directory,
-// `directory` the one that was read. Errors: throws Error(kInvalidArgument) for another seed, text or number
-// of heads; kCorruption for another part.
+// `directory` the one that was read. Errors: throws Error(kInvalidArgument) for another seed, text, number of
+// heads, base of the rotary embedding or epsilon of the norms; kCorruption for another part.
 void check_may_resume(const Cursor& own, const Cursor& saved, const std::string& load_state,
                       const std::string& directory);
 

@@ -217,6 +217,10 @@ void Trainer::set_weights() {
              .text = model_.text.hash(),
              .heads = options_.model.heads,
              .part = static_cast<std::uint64_t>(model_.grid.part())};
+  if (options_.model.is_llama()) {
+    cursor_.rope_theta = options_.model.rope_theta;
+    cursor_.norm_epsilon = options_.model.norm_epsilon;
+  }
   if (!options_.load_state.empty()) return load();
   const ParameterSetter set = [&](std::size_t unit, std::size_t index, std::span<const float> values) {
     const GptParameter& parameter = model_.whole_units[unit].parameters[index];
@@ -239,7 +243,7 @@ void Trainer::load() {
   Cursor saved = Cursor::from_text(text);
   if (directory == options_.load_state) saved.part = cursor_.part;  // A state of all parts.
   check_may_resume(cursor_, saved, options_.load_state, directory);
-  cursor_ = saved;
+  cursor_.samples = saved.samples;
 }
 
 void Trainer::save() {
