@@ -8,6 +8,7 @@
 #include <optional>
 
 #include "forebay/host_adam.h"
+#include "forebay/log.h"
 #include "forebay/text.h"
 #include "runtime/engine/engine_impl.h"
 #include "runtime/engine/state/background_save.h"
@@ -503,6 +504,16 @@ std::string Engine::Impl::load_state(const std::string& directory, std::optional
     }
   }));
   publish_parameters();
+  const bool has_average =
+      std::any_of(saved.tensors().begin(), saved.tensors().end(), [&](const auto& tensor) {
+        return saved.has(tensor.first, kStateFields[static_cast<int>(StateField::kAverage)]);
+      });
+  if (has_average && options.ema == 0.0 && loading.rank() == 0) {
+    log(LogLevel::kWarning,
+        "the saved state %s has a moving average of the weights, and this run keeps none, so its states will "
+        "not have it; give the option ema to go on with it",
+        shown_path(saved.path()).c_str());
+  }
   return trainer_state;
 }
 

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <limits>
 #include <string>
@@ -240,6 +241,29 @@ TEST(Optimizers, AStateWithoutAnAverageGoesOnWithOne) {
       trainer.collect(result);
       EXPECT_EQ(result.averages, result.masters);
     });
+  }
+  std::filesystem::remove_all(directory);
+}
+
+TEST(Optimizers, ARunWithoutAnAverageSaysThatItDropsTheSavedOne) {
+  const std::string directory = make_temporary_directory("optimizer");
+  for (const double ema : {0.5, 0.5, 0.0}) {
+    const ToyOptions options = options_of({Optimizer::kAdamW, MomentFormat::kFloat32, true, ema}, 2,
+                                          DataType::kFloat32, 2, kSettings[0]);
+    ::testing::internal::CaptureStderr();
+    run_ranks(2, {}, [&](Rank& rank) {
+      ToyTrainer trainer(options, rank);
+      if (std::filesystem::exists(directory + "/latest")) {
+        trainer.engine().load_state(directory);
+      } else {
+        trainer.initialize();
+        static_cast<void>(trainer.step(0));
+        trainer.engine().save_state(directory, "x");
+      }
+    });
+    const std::string said = ::testing::internal::GetCapturedStderr();
+    EXPECT_EQ(said.find("has a moving average of the weights") != std::string::npos, ema == 0.0) << said;
+    EXPECT_EQ(std::count(said.begin(), said.end(), '\n'), ema == 0.0 ? 1 : 0) << said;
   }
   std::filesystem::remove_all(directory);
 }
