@@ -325,11 +325,31 @@ class ZeroCheckpoint : public TensorSource {
     if (m != nullptr) group.fields[1] = float_tensor(torch, path, *m);
     if (v != nullptr) group.fields[2] = float_tensor(torch, path, *v);
     has_v_ |= v != nullptr;
+    check_state_of_group(torch, path, state, m != nullptr, v != nullptr);
     for (int field = 1; field < kFieldCount; ++field) {
       if (group.fields[field] && group.fields[field]->count < group.fields[0]->count)
         refuse_import(path, "a moment has fewer elements than its weights");
     }
     if (const PickleValue* const step = pickle.find(state, "step")) take_step(torch, path, *step);
+  }
+
+  // Moments of other optimizers would be taken for those of AdamW or Lion.
+  void check_state_of_group(const TorchFile& torch, const std::string& path, const PickleValue& state,
+                            bool has_m, bool has_v) const {
+    if (has_v && !has_m) {
+      refuse_zero(path, "its optimizer keeps exp_avg_sq and no exp_avg, as none of forebay's does",
+                  "use --weights-only");
+    }
+    const std::vector<PickleValue>& entries = torch.pickle().items(state);
+    for (std::size_t i = 0; state.kind == Kind::kDict && i + 1 < entries.size(); i += 2) {
+      const std::string_view name = Pickle::text_of(entries[i]);
+      const bool is_known =
+          name == "exp_avg" || name == "exp_avg_sq" || name == "momentum_buffer" || name == "step";
+      if (!is_known && torch.tensor(entries[i + 1])) {
+        refuse_zero(path, "its optimizer keeps " + shown_value(name) + ", which forebay's do not",
+                    "use --weights-only");
+      }
+    }
   }
 
   void take_step(const TorchFile& torch, const std::string& path, const PickleValue& value) {

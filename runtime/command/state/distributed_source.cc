@@ -66,6 +66,11 @@ std::optional<StateKey> state_key(std::string_view key) {
   return std::nullopt;
 }
 
+// Buffers that count or mask, which are no weights.
+bool is_counter(const std::string& type) {
+  return type.find("int") != std::string::npos || type == "torch.bool";
+}
+
 bool is_digits(std::string_view text) {
   return std::all_of(text.begin(), text.end(), [](char c) { return c >= '0' && c <= '9'; });
 }
@@ -91,6 +96,7 @@ class DistributedCheckpoint : public TensorSource {
   Steps steps() const override { return {steps_.value_or(0), steps_.value_or(0)}; }
   std::string optimizer() const override { return has_v_ ? "adamw" : has_momentum_ ? "sgd" : "lion"; }
   std::vector<std::string> prefixes() const override { return prefixes_; }
+  const std::vector<std::string>& left_out() const override { return left_out_; }
 
   void read(std::size_t tensor, SavedField field,
             const std::function<void(Span<const float>)>& visit) override {
@@ -236,15 +242,36 @@ class DistributedCheckpoint : public TensorSource {
       has_momentum_ |= found->ending == ".momentum_buffer";
     }
     for (const auto& [key, listed] : listed_) {
-      if (!listed.is_tensor || !is_float(key)) continue;
-      const auto is_of = [&key = key](const std::string& prefix) {
-        return key.starts_with(prefix + "state.") || key.starts_with(prefix + "param_groups.");
+      const auto is_in = [&, &key = key](const char* part) {
+        return std::any_of(optimizers.begin(), optimizers.end(),
+                           [&](const std::string& prefix) { return key.starts_with(prefix + part); });
       };
-      if (std::none_of(optimizers.begin(), optimizers.end(), is_of)) weights_.push_back(key);
+      const bool is_state = is_in("state.");
+      if (is_state && !weights_alone && !state_key(key)) {
+        refuse_distributed(metadata_path_,
+                           "its optimizer keeps " + shown_value(key) + ", which forebay's do not",
+                           "use --weights-only");
+      }
+      if (!listed.is_tensor || is_state || is_in("param_groups.")) continue;
+      if (is_float(key)) {
+        weights_.push_back(key);
+      } else if (!is_counter(listed.type)) {
+        left_out_.push_back(key);
+      }
     }
+    for (const auto& [name, moments] : moments_) check_moments(name, moments);
     for (const std::string& key : step_keys) take_step(key);
     if (!moments_.empty() && !steps_)
       refuse_distributed(metadata_path_, "it has moments and no step", "use --weights-only");
+  }
+
+  void check_moments(const std::string& name, const Moments& moments) const {
+    if (moments.m.empty() && !moments.v.empty()) {
+      refuse_distributed(metadata_path_,
+                         "its optimizer keeps exp_avg_sq of " + shown_value(name) +
+                             " and no exp_avg, as none of forebay's does",
+                         "use --weights-only");
+    }
   }
 
   // The prefixes that join the names of all moments to names of weights; without moments, the keys that the
@@ -360,6 +387,7 @@ class DistributedCheckpoint : public TensorSource {
   std::map<std::string, std::vector<std::pair<std::vector<std::uint64_t>, Item>>> items_;  // By offsets.
   std::map<std::string, Listed> listed_;
   std::vector<std::string> weights_;        // Keys.
+  std::vector<std::string> left_out_;       // Keys.
   std::map<std::string, Moments> moments_;  // By name of the parameter.
   std::optional<std::uint64_t> steps_;
   bool has_v_ = false;

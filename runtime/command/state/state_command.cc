@@ -228,6 +228,13 @@ int import_weights(const StateOptions& options) {
   }
   const std::unique_ptr<TensorSource> source = open_source(options);
   Import import(*source, options);
+  if (const std::vector<std::string>& names = source->left_out(); !names.empty()) {
+    complain("forebay state import",
+             "note: " + format_count(names.size(), "tensor") + " of other types than fp32, bf16 and fp16 " +
+                 (names.size() == 1 ? "is" : "are") + " left out, " + shown_value(names.front()) +
+                 (names.size() == 1 ? "" : " first"),
+             0);
+  }
   TerminalLine line;
   import.write(options.directory, progress_on(line, "importing"));
   line.show("");

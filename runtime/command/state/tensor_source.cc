@@ -173,6 +173,11 @@ std::unique_ptr<TensorSource> open_index(const std::string& path) {
 
 }  // namespace
 
+const std::vector<std::string>& TensorSource::left_out() const {
+  static const std::vector<std::string> kNone;
+  return kNone;
+}
+
 std::unique_ptr<TensorSource> open_safetensors(const std::string& path) {
   std::error_code error;
   if (fs::is_directory(path, error)) {

@@ -45,6 +45,8 @@ class TensorSource {
   // The beginnings of names that each select one model, where there are several: "model.", "ema.". With one,
   // it is no part of the model's names.
   virtual std::vector<std::string> prefixes() const { return {}; }
+  // Tensors that may be weights, of types that are not read.
+  virtual const std::vector<std::string>& left_out() const;
 };
 
 // `path`: a .safetensors file, an index as Hugging Face writes it (.safetensors.index.json), or a directory

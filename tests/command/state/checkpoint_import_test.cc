@@ -93,6 +93,8 @@ class CheckpointImport : public ::testing::Test {
     std::string prefix = "zero_pp_rank_";
     double step = 40;
     bool is_amsgrad = false;
+    bool has_m = true;
+    const char* other = nullptr;  // A tensor that Adam does not keep.
   };
 
   void write_zero(const std::string& directory, const Zero& zero) {
@@ -155,8 +157,14 @@ class CheckpointImport : public ::testing::Test {
     for (std::size_t group = 0; zero.has_moments && group < kGroups.size(); ++group) {
       file.integer(static_cast<std::int64_t>(group)).begin_dict().text("step");
       file.tensor({static_cast<float>(zero.step)}, {});
-      file.text("exp_avg");
-      vector(group, 1, true);
+      if (zero.has_m) {
+        file.text("exp_avg");
+        vector(group, 1, true);
+      }
+      if (zero.other != nullptr) {
+        file.text(zero.other);
+        file.tensor({1}, {1});
+      }
       file.text("exp_avg_sq");
       vector(group, 2, true);
       if (zero.is_amsgrad) file.entry("max_exp_avg_sq", 0);
@@ -300,7 +308,9 @@ class CheckpointImport : public ::testing::Test {
       object("TensorStorageMetadata");
       metadata.begin_dict().text("properties");
       object("TensorProperties");
-      const std::string element = tensor.type == "Float" ? "float32" : "int64";
+      const std::string element = tensor.type == "Float"    ? "float32"
+                                  : tensor.type == "Double" ? "float64"
+                                                            : "int64";
       metadata.raw("(ctorch\n" + element + "\nNtb").text("size");
       metadata.size(tensor.shape).text("chunks").begin_list();
       for (const Part& part : tensor.parts) {
@@ -561,6 +571,11 @@ TEST_F(CheckpointImport, PartsThatAreMissingOrNotSupportedAreNamed) {
       {.is_amsgrad = true}, [] {}, "AMSGrad, which forebay does not have; use --weights-only");
   expect_model(*open_deepspeed(directory, true), false);
   refused(
+      {.has_m = false}, [] {}, "exp_avg_sq and no exp_avg");
+  refused(
+      {.stage = 3, .other = "exp_inf"}, [] {}, "keeps exp_inf, which forebay's do not; use --weights-only");
+  expect_model(*open_deepspeed(directory, true), false);
+  refused(
       {.step = -1}, [] {}, "is not a whole number");
   refused(
       {},
@@ -808,6 +823,14 @@ TEST_F(CheckpointImport, WhatDistributedCheckpointsCannotGiveIsNamed) {
           }),
           "AMSGrad, which forebay does not have; use --weights-only");
   refused(with([&](auto& all) {
+            all.push_back({"optim.state.a.square_avg", {1}, {{{0}, {1}}}, one});
+          }),
+          "keeps optim.state.a.square_avg, which forebay's do not; use --weights-only");
+  refused(with([](auto& all) {
+            std::erase_if(all, [](const Listed& tensor) { return tensor.key.ends_with(".exp_avg"); });
+          }),
+          "and no exp_avg");
+  refused(with([&](auto& all) {
             all.push_back({"optim.state.z.step", {}, {{{}, {}}}, one});
           }),
           "different numbers of steps");
@@ -839,6 +862,16 @@ TEST_F(CheckpointImport, IntegersAmongWeightsAreLeftOut) {
   const std::unique_ptr<TensorSource> source = open_distributed(root_ + "/d", false);
   expect_model(*source, true, "model.");
   EXPECT_EQ(source->tensors().size(), 3u);
+  EXPECT_TRUE(source->left_out().empty());
+}
+
+TEST_F(CheckpointImport, WeightsOfOtherTypesAreLeftOutWithANote) {
+  std::vector<Listed> tensors = model_with_moments();
+  tensors.push_back({"model.wide", {2}, {{{0}, {2}}}, [](std::uint64_t) { return 1.0f; }, "Double"});
+  write_distributed(root_ + "/d", {.tensors = tensors});
+  ASSERT_EQ(command("import " + root_ + "/state --from " + root_ + "/d"), 0) << err_;
+  expect_contains(err_, "1 tensor of other types than fp32, bf16 and fp16 is left out, model.wide");
+  expect_state(root_ + "/state", true, false);
 }
 
 TEST_F(CheckpointImport, DistributedCheckpointsThatWereCutOffAreRefused) {
