@@ -4,6 +4,7 @@
 #include <atomic>
 #include <limits>
 #include <mutex>
+#include <new>
 #include <numeric>
 #include <system_error>
 #include <thread>
@@ -100,9 +101,21 @@ Status plan_setting(Setting& setting) {
   return {};
 }
 
+// An exception that left the thread would end the program.
+Result<SimulationResult> simulate_within_memory(const SimulationRequest& request) {
+  try {
+    return simulate(request);
+  } catch (const std::bad_alloc&) {
+    return Status(StatusCode::kOutOfMemory, "this host has no memory to simulate it; give fewer --threads");
+  }
+}
+
 void simulate_setting(Setting& setting) {
-  const Result<SimulationResult> result = simulate(setting.request);
-  if (!result.ok()) return;
+  const Result<SimulationResult> result = simulate_within_memory(setting.request);
+  if (!result.ok()) {
+    setting.failure = result.status();
+    return;
+  }
   setting.simulated = true;
   setting.step_seconds = result.value().step_seconds;
   setting.tokens_per_second = result.value().tokens_per_second();
@@ -225,6 +238,10 @@ std::vector<std::size_t> pareto_front(const Comparison& comparison) {
     }
   }
   return front;
+}
+
+std::vector<std::size_t> failures(const Comparison& comparison) {
+  return indices_where(comparison, [](const Setting& setting) { return !setting.failure.ok(); });
 }
 
 std::vector<std::size_t> nearest_misses(const Comparison& comparison) {

@@ -48,6 +48,7 @@ struct Setting {
   std::uint64_t host_bytes = 0;  // One rank.
   std::uint64_t host_limit = 0;
   bool simulated = false;
+  Status failure;  // Why a setting that fits could not be simulated: this host has too little memory, say.
   double step_seconds = 0;
   double tokens_per_second = 0;
   double model_flops_used = 0;
@@ -78,6 +79,8 @@ Result<Comparison> compare_settings(const ComparisonRequest& request);
 std::vector<std::size_t> best_first(const Comparison& comparison, Objective objective);
 // Indices of the settings that no other one beats in both step time and device memory, by memory.
 std::vector<std::size_t> pareto_front(const Comparison& comparison);
+// Indices of the settings that fit and could not be simulated.
+std::vector<std::size_t> failures(const Comparison& comparison);
 // Indices of the settings that do not fit, the nearest first.
 std::vector<std::size_t> nearest_misses(const Comparison& comparison);
 

@@ -53,6 +53,15 @@ std::string rows_text(const Comparison& comparison, const std::vector<std::size_
   return lines;
 }
 
+// "3 could not be simulated: ..."; empty without such settings.
+std::string failures_text(const Comparison& comparison) {
+  const auto failed = failures(comparison);
+  if (failed.empty()) return "";
+  const Setting& first = comparison.settings[failed.front()];
+  return std::to_string(failed.size()) + " could not be simulated, the first one (" + setting_text(first) +
+         "): " + shown_text(first.failure.message()) + "\n";
+}
+
 nlohmann::ordered_json json_of(const Setting& setting, const ComparisonText& text) {
   const SimulationRequest& r = setting.request;
   nlohmann::ordered_json json;
@@ -73,6 +82,7 @@ nlohmann::ordered_json json_of(const Setting& setting, const ComparisonText& tex
   json["device_bytes"] = setting.device_bytes;
   json["host_bytes"] = setting.host_bytes;
   json["missing_bytes"] = setting.missing_bytes();
+  if (!setting.failure.ok()) json["failure"] = shown_text(setting.failure.message());
   if (!setting.simulated) return json;
   json["step_seconds"] = setting.step_seconds;
   json["tokens_per_second"] = setting.tokens_per_second;
@@ -160,7 +170,7 @@ std::string comparison_text(const Comparison& comparison, const ComparisonText& 
                       std::to_string(best.size()) + " simulated, " + std::to_string(misses.size()) +
                       " do not fit";
   if (comparison.left_out > 0) lines += ", " + std::to_string(comparison.left_out) + " left out by --limit";
-  lines += "\n";
+  lines += "\n" + failures_text(comparison);
   if (!best.empty()) {
     lines += "\nbest\n" + rows_text(comparison, best, kBestShown, text);
     lines += "  options: " + setting_options(comparison.settings[best.front()]) + "\n";
@@ -219,6 +229,8 @@ std::string comparison_page(const Comparison& comparison, const ComparisonText& 
       std::string(kPageStyle) + "</style></head><body>\n<h1>Settings compared</h1>\n<p>" +
       html_text(text.model) + "</p>\n<p>" + format_count(comparison.settings.size(), "setting") + ", " +
       std::to_string(best.size()) + " simulated.</p>\n";
+  if (const std::string failed = failures_text(comparison); !failed.empty())
+    page += "<p>" + html_text(failed) + "</p>\n";
   page += plot(comparison);
   page += "<p class=\"key\">";
   for (int stage = 0; stage <= 3; ++stage) {

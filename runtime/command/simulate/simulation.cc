@@ -5,6 +5,7 @@
 #include <limits>
 #include <map>
 #include <memory>
+#include <new>
 #include <optional>
 #include <string_view>
 #include <system_error>
@@ -515,6 +516,9 @@ Result<SimulationResult> simulate_stages(const SimulationRequest& request,
       results[stage] = SimulatedRank(request, activations[stage], clock, mail).run();
     } catch (const Error& error) {
       results[stage] = error.status();
+    } catch (const std::bad_alloc&) {
+      results[stage] = Status(StatusCode::kOutOfMemory, "this host has no memory for pipeline stage ", stage,
+                              " of the simulation; simulate fewer stages");
     }
     if (!results[stage].ok()) mail->abandon();
   };

@@ -154,6 +154,25 @@ TEST(Comparison, MoreMicroStepsThan32BitsHoldAreRefused) {
             std::string::npos);
 }
 
+TEST(Comparison, SettingsThatFitAndCannotBeSimulatedAreNotSilent) {
+  ComparisonRequest request = request_of(4, 512, 8, "dgx-a100");
+  request.choices.stages = {0};
+  request.choices.offloads = {Offload::kNone};
+  request.choices.tensor_parallel = {1};
+  request.choices.pipeline_parallel = {1, 4};
+  const testing::ThreadLimit limit(0);
+  const Comparison comparison = value_or_throw(compare_settings(request));
+  ASSERT_FALSE(failures(comparison).empty());
+  for (const Setting& setting : comparison.settings)
+    EXPECT_EQ(setting.simulated, setting.request.part.pipeline_parallel == 1) << setting_text(setting);
+  const ComparisonText text{.model = "model"};
+  for (const std::string& shown : {comparison_text(comparison, text), comparison_page(comparison, text)})
+    EXPECT_NE(shown.find(" could not be simulated, the first one (stage 0, pipeline-parallel 4"),
+              std::string::npos)
+        << shown;
+  EXPECT_NE(comparison_json(comparison, text).find("\"failure\": \"there is no thread"), std::string::npos);
+}
+
 TEST(Comparison, AModelThatFitsNowhereHasMissesAndNoBest) {
   ComparisonRequest request = request_of(400, 8192, 2, "dgx-2");
   request.choices.offloads = {Offload::kNone};
