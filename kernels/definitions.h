@@ -159,7 +159,8 @@ FOREBAY_DEVICE inline AdamWElement update_element(Optimizer optimizer, const Ada
       break;
     }
     case Optimizer::kAdafactor:
-      break;  // Not a rule of single elements.
+    case Optimizer::kMuon:
+      break;  // Not rules of single elements.
   }
   return {canonical(p), canonical(m), canonical(v)};
 }

@@ -52,29 +52,21 @@ namespace {
 
 using definitions::norm_fold;
 using host_kernels::FactoredKernels;
+using host_kernels::for_each_chunk;
+using host_kernels::kChunkCount;
+using host_kernels::kElementBlock;
 using host_kernels::simd_factored_kernels;
+using host_kernels::Values;
 
 constexpr std::size_t kLanes = definitions::kNormLanes;
 constexpr float kLeastMoment = kAdafactorEpsilon1 * kAdafactorEpsilon1;
 
-// Columns, rows, leaves and elements that one thread takes at once. Smaller: more waiting for each other.
-// Larger: the threads end unevenly.
+// Columns, rows and leaves that one thread takes at once: see kElementBlock.
 constexpr std::size_t kColumnBlock = 512;
 constexpr std::size_t kRowBlock = 16;
 constexpr std::size_t kLeafBlock = 128;
-constexpr std::size_t kElementBlock = 65536;
 
-// Elements in fp32 between two loops. Larger: they leave the first cache.
-constexpr std::size_t kChunkCount = 512;
 static_assert(kColumnBlock <= kChunkCount && kLeafCount <= kChunkCount);
-using Values = std::array<float, kChunkCount>;
-
-// Calls visit(at, count) for the chunks of [begin, end).
-template <typename Visit>
-void for_each_chunk(std::uint64_t begin, std::uint64_t end, const Visit& visit) {
-  for (std::uint64_t at = begin; at < end; at += kChunkCount)
-    visit(at, std::min<std::uint64_t>(kChunkCount, end - at));
-}
 
 // g of elements of the parameter.
 void load_gradient(const FactoredKernels& kernels, const FactoredRun& run, std::uint64_t at,
@@ -182,9 +174,10 @@ void for_each_update(const FactoredRun& run, const float* factors, const float* 
   }
 }
 
-// Moves `count` masters from element `at` of the run on by u.
-void move_masters(const FactoredUpdateArguments& a, std::uint64_t seed, std::uint64_t at, std::size_t count,
-                  const float* u) {
+}  // namespace
+
+void host_kernels::move_masters(const MasterMove& a, std::uint64_t seed, std::uint64_t at, std::size_t count,
+                                const float* u) {
   const FactoredKernels& kernels = simd_factored_kernels();
   Values widened;
   float* p = a.master + at;
@@ -206,8 +199,6 @@ void move_masters(const FactoredUpdateArguments& a, std::uint64_t seed, std::uin
   auto* const parameter = static_cast<std::byte*>(a.parameter) + at * element_bytes(a.parameter_type);
   ranges.cast({p, parameter, count, DataType::kFloat32, a.parameter_type}, 0, count);
 }
-
-}  // namespace
 
 FactoredShape factored_shape(Span<const std::uint64_t> shape, std::uint64_t count) {
   if (shape.size() < 2) return {1, 1, count, false};
@@ -291,7 +282,7 @@ void factored_update(const FactoredUpdateArguments& a, const BlockRunner& runner
   runner.run(a.run.count, kElementBlock, [&](std::size_t begin, std::size_t end) {
     for_each_update(a.run, a.factors, a.row_means, first + begin, first + end,
                     [&](std::uint64_t at, std::size_t count, const float* u) {
-                      move_masters(a, seed, at - first, count, u);
+                      host_kernels::move_masters(a, seed, at - first, count, u);
                     });
   });
 }

@@ -59,6 +59,7 @@ void with_optimizer(Optimizer optimizer, Body&& body) {
       body.template operator()<Optimizer::kLion>();
       break;
     case Optimizer::kAdafactor:
+    case Optimizer::kMuon:
       break;  // Refused by the checks of arguments.
   }
 }

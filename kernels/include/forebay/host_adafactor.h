@@ -13,6 +13,7 @@
 #include <cstdint>
 
 #include "forebay/block_runner.h"
+#include "forebay/host_masters.h"
 #include "forebay/kernels.h"
 #include "forebay/span.h"
 
@@ -82,20 +83,11 @@ constexpr std::uint64_t leaf_room(std::uint64_t count) {
 float adafactor_step(double lr, std::uint64_t step, std::uint64_t count, double parameter_squares,
                      double update_squares);
 
-// p = fma(decay, p, p), p = fma(step, u, p) for the elements of a run.
-struct FactoredUpdateArguments {
+// The masters begin with the run; `step` is adafactor_step().
+struct FactoredUpdateArguments : MasterMove {
   FactoredRun run;
   const float* factors = nullptr;  // The new ones, of the whole parameter.
   const float* row_means = nullptr;
-  float decay = 0.0f;         // -(lr * weight_decay)
-  float step = 0.0f;          // adafactor_step()
-  float* master = nullptr;    // Begins with the run. Not read where `half` has elements.
-  void* parameter = nullptr;  // Null when the master is the parameter.
-  DataType parameter_type = DataType::kFloat32;
-  HalfMaster half;  // As KeptUpdateArguments::half, rounded by dithering.
-  std::uint64_t step_number = 0;
-  float* average = nullptr;
-  float average_weight = 0.0f;
 };
 // Requires: no overlap, except that a parameter may take the place of its gradient where both have the same
 //           number of bytes.

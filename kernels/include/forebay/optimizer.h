@@ -39,10 +39,20 @@ enum class Optimizer : std::uint8_t {
   // host_adafactor.h has its arithmetic, which is not one of single elements.
   // Source: Shazeer and Stern, arXiv 1804.04235, in the form that PyTorch has.
   kAdafactor,
+  // Matrices move by their orthogonalised momentum, and other parameters by AdamW. No v for matrices:
+  // host_muon.h has its arithmetic, which is not one of single elements.
+  // Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024), in the form that
+  // PyTorch has.
+  kMuon,
 };
 // The optimizers that update each element by itself: those of Kernels. They come first.
 inline constexpr int kOptimizerCount = 4;
-inline constexpr int kAllOptimizerCount = 5;
+inline constexpr int kAllOptimizerCount = 6;
+
+// Whether the optimizer updates each element by itself. The arithmetic of the others runs on the host.
+constexpr bool is_elementwise(Optimizer optimizer) noexcept {
+  return static_cast<int>(optimizer) < kOptimizerCount;
+}
 
 // Whether the optimizer has a first moment m.
 FOREBAY_DEVICE constexpr bool has_first_moment(Optimizer optimizer) noexcept {
@@ -54,9 +64,9 @@ FOREBAY_DEVICE constexpr bool has_second_moment(Optimizer optimizer) noexcept {
   return optimizer == Optimizer::kAdamW || optimizer == Optimizer::kAdam;
 }
 
-// "adamw", "adam", "sgd", "lion" or "adafactor": the words of options and reports.
+// "adamw", "adam", "sgd", "lion", "adafactor" or "muon": the words of options and reports.
 constexpr const char* optimizer_name(Optimizer optimizer) noexcept {
-  constexpr const char* kNames[kAllOptimizerCount] = {"adamw", "adam", "sgd", "lion", "adafactor"};
+  constexpr const char* kNames[kAllOptimizerCount] = {"adamw", "adam", "sgd", "lion", "adafactor", "muon"};
   return kNames[static_cast<int>(optimizer)];
 }
 
