@@ -106,8 +106,9 @@ void Engine::Impl::agree_on_options() {
     for (const ParameterShape& parameter : unit.parameters) {
       text << parameter.name << ':' << parameter.count << ':' << parameter.group
            << (parameter.replicated ? ":replicated " : " ");
-      if (options.optimizer != Optimizer::kAdafactor) continue;
+      if (is_elementwise(options.optimizer)) continue;
       const FactoredShape matrices = factored_shape_of(parameter);
+      if (is_muon_matrix(parameter)) text << ":matrix ";
       text << matrices.batches << 'x' << matrices.rows << 'x' << matrices.columns
            << (matrices.has_rows ? ":factored " : " ");
     }
@@ -221,14 +222,14 @@ Status Engine::Impl::check_budget() const {
                 budget < backend.capabilities().memory_bytes ? "; or raise the option memory" : "");
 }
 
-// Adafactor's arithmetic runs on the host.
-Status Engine::Impl::check_factored_units() const {
-  if (options.optimizer != Optimizer::kAdafactor || plan.device_units == 0 || counts_only() ||
+// The arithmetic of Adafactor and Muon runs on the host.
+Status Engine::Impl::check_units_on_host() const {
+  if (is_elementwise(options.optimizer) || plan.device_units == 0 || counts_only() ||
       backend.capabilities().host_accessible)
     return {};
   return Status(StatusCode::kUnsupported,
-                "optimizer adafactor updates on the host, and " + std::to_string(plan.device_units) +
-                    " units stay on " + backend.capabilities().name +
+                std::string("optimizer ") + optimizer_name(options.optimizer) + " updates on the host, and " +
+                    std::to_string(plan.device_units) + " units stay on " + backend.capabilities().name +
                     "; use offload optimizer or optimizer+parameters with offload-fraction 1");
 }
 
@@ -287,7 +288,7 @@ void Engine::Impl::commit() {
     plan = value_or_throw(make_plan(model, plan_options()));
   }
   verdict = check_budget();
-  if (verdict.ok()) verdict = check_factored_units();
+  if (verdict.ok()) verdict = check_units_on_host();
   agree(verdict);
   warn_of_small_buckets();
   Status allocated;
@@ -299,6 +300,10 @@ void Engine::Impl::commit() {
     if (options.optimizer == Optimizer::kAdafactor) {
       factored = std::make_unique<FactoredMoments>(*this, *decision, *updater);
       updater->use(*factored);
+    }
+    if (options.optimizer == Optimizer::kMuon) {
+      matrix_updates = std::make_unique<MatrixUpdates>(*this, *decision, *updater);
+      updater->use(*matrix_updates);
     }
     reducer = std::make_unique<Reducer>(*this, *updater);
     gatherer = std::make_unique<Gatherer>(*this);

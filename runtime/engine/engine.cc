@@ -25,13 +25,16 @@ Engine::Impl::~Impl() {
   for (const Unit& u : units) {
     if (Event(u.released).handle != nullptr) note(backend.event_synchronize(u.released));
   }
-  // Each part waits for its streams. The updater is first, because its host stream calls the reducer.
+  // Each part waits for its streams. Products use the updater's threads, and its host stream calls the
+  // reducer.
+  if (matrix_updates != nullptr) matrix_updates->close();
   updater.reset();
   reducer.reset();
   gatherer.reset();
   engine_stream.close(arena.get());
   decision.reset();
   factored.reset();
+  matrix_updates.reset();
   units.clear();
   if (options.timeline != nullptr) options.timeline->release(backend);
   if (!closing.ok() && phase != Phase::kFailed)
@@ -160,6 +163,15 @@ void Engine::declare_optional(ParameterId parameter) {
   impl.model.units[static_cast<std::size_t>(parameter.unit)]
       .parameters[static_cast<std::size_t>(parameter.index)]
       .optional = true;
+}
+
+void Engine::declare_elementwise(ParameterId parameter) {
+  Impl& impl = *impl_;
+  impl.expect(Impl::Phase::kDescribe, "declare_elementwise()");
+  impl.check_parameter(parameter, "declare_elementwise()");
+  impl.model.units[static_cast<std::size_t>(parameter.unit)]
+      .parameters[static_cast<std::size_t>(parameter.index)]
+      .elementwise = true;
 }
 
 void Engine::declare_shape(ParameterId parameter, Span<const std::uint64_t> shape) {

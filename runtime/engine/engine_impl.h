@@ -26,6 +26,7 @@
 #include "runtime/engine/step/decision.h"
 #include "runtime/engine/step/factored_moments.h"
 #include "runtime/engine/step/gatherer.h"
+#include "runtime/engine/step/matrix_updates.h"
 #include "runtime/engine/step/recorder.h"
 #include "runtime/engine/step/reducer.h"
 #include "runtime/engine/step/updater.h"
@@ -79,7 +80,7 @@ struct Engine::Impl : StepContext {
   std::uint64_t device_budget() const;
   std::uint64_t activation_room();
   Status check_budget() const;
-  Status check_factored_units() const;
+  Status check_units_on_host() const;
 
   // --- options that commit measures (measured_options.cc); collective ---
   struct UpdateTimes {
@@ -113,6 +114,7 @@ struct Engine::Impl : StepContext {
   void note_gaps(int unit);
   void note_segments(int unit);
   void note_factors(int unit);
+  void note_matrices(int unit);
   void note_uncounted(int unit);
   void place(const StatePlacement& placement);
   void place_of_unit(const StatePlacement& placement, std::byte* address);
@@ -230,6 +232,18 @@ struct Engine::Impl : StepContext {
   void write_kept(int unit, StateField field, std::uint64_t offset, const std::byte* bytes,
                   std::uint64_t count);
   void read_kept(int unit, StateField field, std::uint64_t offset, std::byte* bytes, std::uint64_t count);
+  // Muon: whether the field is that of single elements alone (StepContext::OwnV). It lies in no file.
+  bool is_own_v(StateField field) const {
+    return field == StateField::kV && options.optimizer == Optimizer::kMuon;
+  }
+  // The parts of `count` elements of the updated range, from `begin` on, that have one.
+  std::vector<OwnV> own_v_in(int unit, std::uint64_t begin, std::uint64_t count) const;
+  // The states that are saved.
+  std::vector<StateField> saved_fields() const {
+    std::vector<StateField> fields = state_fields();
+    if (is_own_v(StateField::kV)) fields.push_back(StateField::kV);
+    return fields;
+  }
   // `count` elements of the updated range of a state, from `begin` on, in fp32.
   void write_state(int unit, StateField field, std::uint64_t begin, std::span<const float> values);
   void read_state(int unit, StateField field, std::uint64_t begin, std::span<float> values);
@@ -262,7 +276,8 @@ struct Engine::Impl : StepContext {
     bool factors = false;  // Not elements: Adafactor's factors of the unit.
   };
   std::vector<SavedPart> saved_parts() const;
-  std::uint64_t saved_offset(const SavedPart& part);
+  std::uint64_t saved_offset(const SavedPart& part) const;
+  std::vector<OwnV> own_v_in(const SavedPart& part) const;
   void describe_copies();
   void describe_copies(const SavedPart& part, std::byte* target);
   // Gives the values of a part, which may lie in `memory`.
@@ -319,7 +334,8 @@ struct Engine::Impl : StepContext {
   // The parts of the step, from commit on.
   std::unique_ptr<Decision> decision;
   std::unique_ptr<Updater> updater;
-  std::unique_ptr<FactoredMoments> factored;  // Adafactor.
+  std::unique_ptr<FactoredMoments> factored;      // Adafactor.
+  std::unique_ptr<MatrixUpdates> matrix_updates;  // Muon.
   std::unique_ptr<Reducer> reducer;
   std::unique_ptr<Gatherer> gatherer;
 

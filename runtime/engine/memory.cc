@@ -167,6 +167,7 @@ void Engine::Impl::describe_unit(int index) {
   for (const ParameterShape& parameter : shape(index).parameters)
     group_count = std::max(group_count, parameter.group + 1);
   note_gaps(index);
+  note_matrices(index);
   note_segments(index);
   note_factors(index);
   note_uncounted(index);
@@ -195,8 +196,8 @@ void Engine::Impl::note_segments(int index) {
   const UnitLayout& unit_layout = layout(index);
   std::vector<Segment> runs;
   bool is_open = false;  // The last run goes on.
-  const bool is_factored = options.optimizer == Optimizer::kAdafactor;
-  const bool joins = format_of(StateField::kMaster) == MomentFormat::kFloat32 && !is_factored;
+  const bool has_whole_parameters = !is_elementwise(options.optimizer);
+  const bool joins = format_of(StateField::kMaster) == MomentFormat::kFloat32 && !has_whole_parameters;
   const auto end_run = [&](std::uint64_t end) {
     if (is_open) runs.back().count = end - runs.back().begin;
     is_open = false;
@@ -210,7 +211,7 @@ void Engine::Impl::note_segments(int index) {
     if (u.fixed[i]) continue;
     runs.push_back({p.offset, 0, group, {nullptr, 0, rounding_key(shape(index).parameters[i].name)}, i});
     is_open = true;
-    if (is_factored) end_run(p.offset + p.count);  // Padding has no row and no column.
+    if (has_whole_parameters) end_run(p.offset + p.count);  // Padding has no row and no column.
   }
   end_run(unit_layout.trainable_count);
   u.segments.clear();
@@ -220,6 +221,33 @@ void Engine::Impl::note_segments(int index) {
     if (begin >= stop) continue;
     u.segments.push_back({begin - u.updated_begin, stop - begin, run.group, run.rounding, run.parameter});
     u.segments.back().rounding.first = begin - run.begin;
+    for (const Matrix& matrix : u.matrices) {
+      if (matrix.parameter == run.parameter) u.segments.back().matrix = &matrix;
+    }
+    for (const OwnV& v : u.own_v) {
+      if (v.parameter == run.parameter) u.segments.back().v_at = v.at;
+    }
+  }
+}
+
+// Muon: notes the matrices, and the other parameters' elements in the updated range.
+void Engine::Impl::note_matrices(int index) {
+  if (options.optimizer != Optimizer::kMuon) return;
+  Unit& u = unit(index);
+  std::uint64_t at = 0;
+  for (std::size_t i = 0; i < layout(index).places.size(); ++i) {
+    const UnitLayout::Place& p = layout(index).places[i];
+    const ParameterShape& parameter = shape(index).parameters[i];
+    if (is_muon_matrix(parameter)) {
+      const FactoredShape extents = factored_shape_of(parameter);
+      u.matrices.push_back({i, p.offset, extents.rows, extents.columns});
+    }
+    if (!has_own_v(options, parameter)) continue;
+    const std::uint64_t begin = std::max(p.offset, u.updated_begin);
+    const std::uint64_t end = std::min(p.offset + p.count, u.updated_begin + u.updated_count);
+    if (begin >= end) continue;
+    u.own_v.push_back({i, begin - u.updated_begin, end - begin, at});
+    at += end - begin;
   }
 }
 
@@ -298,6 +326,12 @@ void Engine::Impl::place(const StatePlacement& placement) {
     case Role::kHostSquares:
       host_squares = reinterpret_cast<double*>(address);
       return;
+    case Role::kMatrices:
+      matrices[number] = reinterpret_cast<float*>(address);
+      return;
+    case Role::kMatrixWork:
+      matrix_work = reinterpret_cast<float*>(address);
+      return;
     case Role::kSlot:
     case Role::kPassBuffers:
     case Role::kMoverBuffers:
@@ -336,6 +370,9 @@ void Engine::Impl::place_of_unit(const StatePlacement& placement, std::byte* add
       return;
     case Role::kHostFactorSums:
       u.host_factor_sums = reinterpret_cast<float*>(address);
+      return;
+    case Role::kOrthogonal:
+      u.orthogonal = reinterpret_cast<float*>(address);
       return;
     case Role::kTrainableSlice:
       u.trainable_slice = place_range(placement, address);

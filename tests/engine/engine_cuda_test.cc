@@ -93,32 +93,38 @@ TEST(EngineOnCuda, GivesTheSameBitsHoweverStreamsOvertakeEachOther) {
   }
 }
 
-// Its arithmetic runs on the host, which does not reach this device.
-TEST(EngineOnCuda, AdafactorNeedsOffloadedUnits) {
-  ToyOptions options = options_for(2, DataType::kBfloat16, 3);
-  options.engine.optimizer = Optimizer::kAdafactor;
-  options.units[2].parameters[0].shape = {600, 5};
-  options.steps = 3;
-  const ToyResult expected = reference_toy(options);
-  for (const double fraction : {0.0, 0.5, 1.0}) {
-    options.engine.offload = fraction > 0 ? Offload::kOptimizer : Offload::kNone;
-    options.engine.offload_fraction = fraction > 0 ? fraction : 1.0;
-    FakeGpu gpu;
-    if (fraction == 1.0) {
-      expect_same(run_toy(options, world_on(gpu)), expected, "all units offloaded");
-      continue;
-    }
-    run_ranks(options.ranks, world_on(gpu), [&](Rank& rank) {
-      try {
-        ToyTrainer trainer(options, rank);
-        ADD_FAILURE() << "fraction " << fraction;
-      } catch (const Error& error) {
-        EXPECT_EQ(error.code(), StatusCode::kUnsupported);
-        EXPECT_NE(std::string(error.what()).find("optimizer adafactor updates on the host"),
-                  std::string::npos)
-            << error.what();
+// Their arithmetic runs on the host, which does not reach this device.
+TEST(EngineOnCuda, AdafactorAndMuonNeedOffloadedUnits) {
+  for (const Optimizer optimizer : {Optimizer::kAdafactor, Optimizer::kMuon}) {
+    ToyOptions options = options_for(2, DataType::kBfloat16, 3);
+    options.engine.optimizer = optimizer;
+    options.units[0].parameters[0].shape = {35, 20};
+    options.units[2].parameters[0].shape = {600, 5};
+    options.steps = 3;
+    const ToyResult expected = reference_toy(options);
+    const std::string refusal =
+        std::string("optimizer ") + optimizer_name(optimizer) + " updates on the host";
+    for (const double fraction : {0.0, 0.5, 1.0}) {
+      options.engine.offload = fraction > 0 ? Offload::kOptimizer : Offload::kNone;
+      options.engine.offload_fraction = fraction > 0 ? fraction : 1.0;
+      FakeGpu gpu;
+      if (fraction == 1.0) {
+        for (const int stage : {0, 1, 3}) {
+          options.engine.stage = stage;
+          expect_same(run_toy(options, world_on(gpu)), expected, "all units offloaded");
+        }
+        continue;
       }
-    });
+      run_ranks(options.ranks, world_on(gpu), [&](Rank& rank) {
+        try {
+          ToyTrainer trainer(options, rank);
+          ADD_FAILURE() << "fraction " << fraction;
+        } catch (const Error& error) {
+          EXPECT_EQ(error.code(), StatusCode::kUnsupported);
+          EXPECT_NE(std::string(error.what()).find(refusal), std::string::npos) << error.what();
+        }
+      });
+    }
   }
 }
 

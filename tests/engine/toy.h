@@ -33,6 +33,7 @@ struct ToyParameter {
   bool frozen = false;
   bool replicated = false;
   std::vector<std::uint64_t> shape = {};  // Empty: not declared.
+  bool elementwise = false;               // Engine::declare_elementwise().
 };
 struct ToyUnit {
   std::vector<ToyParameter> parameters;
@@ -142,6 +143,7 @@ class ToyTrainer {
         ids_.push_back(engine_.add_parameter(id, "p" + std::to_string(number++), parameter.count,
                                              parameter.group, parameter.frozen, parameter.replicated));
         if (!parameter.shape.empty()) engine_.declare_shape(ids_.back(), parameter.shape);
+        if (parameter.elementwise) engine_.declare_elementwise(ids_.back());
       }
       for (const UnitShape::Tied& tied : unit.tied) engine_.tie(id, {tied.unit, tied.index});
     }
@@ -293,6 +295,8 @@ class ToyTrainer {
     return lease;
   }
 
+  int fixed = -1;  // The parameter that Engine::freeze() fixed, by its number over all.
+
   void backward_pass(int step, int k) {
     const int rank = rank_.communicator->rank();
     for (int u = static_cast<int>(options_.units.size()) - 1; u >= 0; --u) {
@@ -307,8 +311,8 @@ class ToyTrainer {
     for_each(u, [&](int index, int number, std::uint64_t count, bool frozen) {
       bool accumulate = false;
       std::byte* gradient = lease.gradient(index, &accumulate);
-      ASSERT_EQ(gradient == nullptr, frozen);
-      if (frozen) return;
+      ASSERT_EQ(gradient == nullptr, frozen || number == fixed);
+      if (gradient == nullptr) return;
       const std::byte* values = reads ? on_host(lease.parameter(index), count, true) : nullptr;
       std::byte* computed = on_host(gradient, count, accumulate);
       const float disturbance = options_.disturbance(rank, step);
@@ -545,6 +549,55 @@ inline void reference_adafactor(const AdafactorParameter& q, const std::vector<f
   }
 }
 
+// The orthogonalised matrix of Muon, by the contract in plain loops.
+inline std::vector<float> reference_orthogonal(std::size_t rows, std::size_t columns,
+                                               const std::vector<float>& u) {
+  double all = 0.0;
+  for (std::size_t row = 0; row < rows; ++row) {
+    double lanes[16] = {};
+    for (std::size_t j = 0; j < columns; ++j)
+      lanes[j % 16] += static_cast<double>(u[row * columns + j]) * u[row * columns + j];
+    for (int half = 8; half > 0; half /= 2) {
+      for (int lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
+    }
+    all += lanes[0];
+  }
+  const float divisor = std::max(static_cast<float>(std::sqrt(all)), 1e-7f);
+  const std::size_t k = std::min(rows, columns), n = std::max(rows, columns);
+  const auto place = [&](std::size_t i, std::size_t j) {
+    return rows > columns ? j * columns + i : i * columns + j;
+  };
+  std::vector<float> x(k * n), result(k * n);
+  for (std::size_t i = 0; i < k; ++i) {
+    for (std::size_t j = 0; j < n; ++j) x[i * n + j] = u[place(i, j)] / divisor;
+  }
+  // Element (i, j) of a product over t.
+  const auto product = [](std::size_t height, std::size_t depth, std::size_t width, auto left, auto right) {
+    std::vector<float> c(height * width);
+    for (std::size_t i = 0; i < height; ++i) {
+      for (std::size_t j = 0; j < width; ++j) {
+        for (std::size_t t = 0; t < depth; ++t)
+          c[i * width + j] = std::fma(left(i, t), right(t, j), c[i * width + j]);
+      }
+    }
+    return c;
+  };
+  const auto of_x = [&](std::size_t i, std::size_t j) { return x[i * n + j]; };
+  for (int step = 0; step < 5; ++step) {
+    std::vector<float> gram =
+        product(k, n, k, of_x, [&](std::size_t t, std::size_t j) { return of_x(j, t); });
+    const auto of_gram = [&](std::size_t i, std::size_t j) { return gram[i * k + j]; };
+    const std::vector<float> square = product(k, k, k, of_gram, of_gram);
+    for (std::size_t i = 0; i < k * k; ++i) gram[i] = std::fma(2.0315f, square[i], -4.7750f * gram[i]);
+    const std::vector<float> moved = product(k, k, n, of_gram, of_x);
+    for (std::size_t i = 0; i < k * n; ++i) x[i] = std::fma(3.4445f, x[i], moved[i]);
+  }
+  for (std::size_t i = 0; i < k; ++i) {
+    for (std::size_t j = 0; j < n; ++j) result[place(i, j)] = x[i * n + j] + 0.0f;
+  }
+  return result;
+}
+
 inline double reference_pairs(std::vector<double> values) {
   if (values.empty()) return 0.0;
   while (values.size() > 1) {
@@ -760,7 +813,27 @@ inline ToyResult reference_toy(const ToyOptions& options) {
         reference_adafactor({p.shape.shape, p.place, section / static_cast<std::size_t>(n), n}, g, t, group,
                             p.factors, p.master);
       }
-      for (std::uint64_t i = 0; i < p.shape.count && !is_factored; ++i) {
+      const bool is_matrix =
+          options.engine.optimizer == Optimizer::kMuon && p.shape.shape.size() == 2 && !p.shape.elementwise;
+      if (is_matrix) {
+        std::vector<float> u(p.shape.count);
+        for (std::size_t i = 0; i < u.size(); ++i) {
+          const float g = sums[q][i] * factor;
+          p.m[i] = std::fma(a1, g - p.m[i], p.m[i]);
+          u[i] = std::fma(a1, g - p.m[i], p.m[i]);
+        }
+        const std::size_t rows = p.shape.shape[0], columns = p.shape.shape[1];
+        u = reference_orthogonal(rows, columns, u);
+        const auto down = static_cast<double>(rows), across = static_cast<double>(columns);
+        const double ratio = options.engine.muon_matches_rms ? 0.2 * std::sqrt(std::max(down, across))
+                                                             : std::sqrt(std::max(1.0, down / across));
+        const float rate = -static_cast<float>(group.lr * ratio);
+        for (std::size_t i = 0; i < u.size(); ++i) {
+          p.master[i] = std::fma(-(lr * decay), p.master[i], p.master[i]);
+          p.master[i] = std::fma(rate, u[i], p.master[i]);
+        }
+      }
+      for (std::uint64_t i = 0; i < p.shape.count && !is_factored && !is_matrix; ++i) {
         float g = sums[q][i] * factor;
         float w = p.master[i];
         const Optimizer optimizer = options.engine.optimizer;

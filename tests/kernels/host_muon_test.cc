@@ -263,7 +263,7 @@ TEST(HostMuon, CutsAndInstructionSetsChangeNoBitOfAnUpdate) {
   }
   hwy::SetSupportedTargetsForTest(0);
   for (const std::vector<float>& result : results) EXPECT_EQ(result, results[0]);
-  // Twice the same approach, with what it begins as.
+  // The same approach twice.
   const float g = bfloat16_to_float(gradient[0]) * 0.3f;
   const float first = std::fma(0.05f, g - m[0], m[0]);
   EXPECT_EQ(results[0][3 * kCount], std::fma(0.05f, g - first, first));

@@ -38,6 +38,11 @@ class UnitBuilder {
   void matrix(const std::string& name, std::uint64_t rows, std::uint64_t columns) {
     add(name + ".weight", {rows, columns}, kDecay, /*replicated=*/true);
   }
+  // One row for each position.
+  void positions(const std::string& name, std::uint64_t count, std::uint64_t columns) {
+    matrix(name, count, columns);
+    unit_.parameters.back().elementwise = true;
+  }
   void vector(const std::string& name, std::uint64_t count) {
     add(name, {count}, kNoDecay, /*replicated=*/true);
   }
@@ -47,9 +52,10 @@ class UnitBuilder {
     vector(name + ".bias", count);
   }
 
-  // One row for each token.
+  // One row for each token. Muon does not orthogonalise tables and heads.
   void embedding(const std::string& name, std::uint64_t tokens, std::uint64_t columns) {
     add(name + ".weight", {ceil_div(tokens, ranks_), columns}, kDecay, /*replicated=*/false);
+    unit_.parameters.back().elementwise = true;
   }
   // Partitioned by columns, the bias too. This rank has `outputs` columns.
   void by_columns(const std::string& name, std::uint64_t inputs, std::uint64_t outputs, bool bias) {
@@ -106,7 +112,7 @@ UnitShape embedding_unit(const TransformerShape& shape, const ModelPart& part) {
   } else {
     add_tokens(shape, embedding);
   }
-  if (shape.kind == TransformerKind::kGpt2) embedding.matrix("wpe", shape.positions, shape.hidden);
+  if (shape.kind == TransformerKind::kGpt2) embedding.positions("wpe", shape.positions, shape.hidden);
   embedding.unit().backward_reads_parameters = false;
   return embedding.take();
 }

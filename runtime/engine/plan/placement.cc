@@ -48,6 +48,7 @@ std::uint64_t saved_bytes(const Plan& plan) {
     bytes += element_bytes(plan.options.dtype) * layout.frozen_slice(plan.options.ranks);
   }
   for (const std::uint64_t count : plan.factor_counts) bytes += count * sizeof(float);
+  for (const Plan::MuonUnit& unit : plan.muon) bytes += unit.saved_v_count * sizeof(float);
   return bytes;
 }
 
@@ -63,6 +64,7 @@ class Placer {
   std::vector<StatePlacement> place() {
     place_slots();
     place_buckets();
+    place_matrices();
     add(Role::kActivations, Pool::kActivations, round_up(model_.activation_bytes, kBlockGranule));
     if (plan_.offloads()) {
       place_transit();
@@ -73,6 +75,7 @@ class Placer {
       place_gradients(unit);
       place_states(unit);
       place_factors(unit);
+      place_muon(unit);
       if (!plan_.is_offloaded(unit)) continue;
       place_host_gradients(unit);
       if (plan_.offloads_parameters()) place_offloaded_parameters(unit);
@@ -102,9 +105,13 @@ class Placer {
             ? 0
             : *std::max_element(plan_.factor_counts.begin(), plan_.factor_counts.end()) * sizeof(float);
     const auto ranks = static_cast<std::uint64_t>(options_.ranks);
+    // Muon's matrices return from all ranks, also where gradients are added in groups.
+    const std::uint64_t matrix_bytes =
+        plan_.matrix_work_count == 0 || ranks == 1 ? 0 : ranks * plan_.bucket_columns * element_;
     add(Role::kReceive, Pool::kBuckets,
         round_up(std::max({bucket_staging_bytes(options_, plan_.bucket_columns),
-                           decision_bytes(plan_.deciding_ranks(), units), ranks == 1 ? 0 : factor_bytes}),
+                           decision_bytes(plan_.deciding_ranks(), units), ranks == 1 ? 0 : factor_bytes,
+                           matrix_bytes}),
                  kBlockGranule));
     const std::uint64_t sum_bytes =
         round_up(std::max({plan_.bucket_columns * sizeof(float), norm_scratch_bytes(model_, plan_),
@@ -189,6 +196,27 @@ class Placer {
     add(Role::kFactors, offloaded ? Pool::kHost : Pool::kOptimizer, bytes, unit);
     add(Role::kFactorSums, Pool::kOptimizer, bytes, unit);
     if (offloaded) add(Role::kHostFactorSums, Pool::kHost, bytes, unit);
+  }
+
+  // The memory that all units of Muon use in turn.
+  void place_matrices() {
+    if (plan_.matrix_work_count == 0) return;
+    std::uint64_t largest = 0;
+    for (std::size_t unit = 0; unit < plan_.muon.size(); ++unit) {
+      if (plan_.muon[unit].has_matrices) largest = std::max(largest, plan_.layouts[unit].trainable_count);
+    }
+    for (std::size_t i = 0; i < kMatricesInFlight; ++i)
+      add(Role::kMatrices, Pool::kBuckets, largest * sizeof(float), static_cast<int>(i));
+    add(Role::kMatrixWork, Pool::kHost, round_up(plan_.matrix_work_count * sizeof(float), kBlockGranule));
+  }
+
+  // Both tiers keep these in memory.
+  void place_muon(int unit) {
+    if (plan_.muon.empty()) return;
+    const Plan::MuonUnit& muon = plan_.muon[static_cast<std::size_t>(unit)];
+    const Pool pool = plan_.is_offloaded(unit) ? Pool::kHost : Pool::kOptimizer;
+    if (muon.v_count > 0) add(Role::kV, pool, round_up(muon.v_count * sizeof(float), kBlockGranule), unit);
+    if (muon.has_matrices) add(Role::kOrthogonal, pool, plan_.updated_count(unit) * sizeof(float), unit);
   }
 
   void place_host_gradients(int unit) {

@@ -93,18 +93,60 @@ Status check_model(const ModelShape& model) {
   return Status();
 }
 
-// Adafactor takes sums over whole rows and columns.
-Status check_factored(const ModelShape& model) {
+// Adafactor takes sums over whole rows and columns, Muon products of whole matrices.
+Status check_whole(const ModelShape& model, Optimizer optimizer) {
+  const bool is_muon = optimizer == Optimizer::kMuon;
   for (const UnitShape& unit : model.units) {
     for (const ParameterShape& parameter : unit.parameters) {
       if (!parameter.split || parameter.split->parts == 1 || parameter.frozen) continue;
-      return Status(StatusCode::kUnsupported,
-                    "parameter " + parameter.name +
-                        " is split over tensor-parallel ranks, and optimizer adafactor needs whole rows and "
-                        "columns; use another optimizer, or no tensor parallelism");
+      if (is_muon && !is_muon_matrix(parameter)) continue;
+      return Status(StatusCode::kUnsupported, "parameter " + parameter.name +
+                                                  " is split over tensor-parallel ranks, and optimizer " +
+                                                  optimizer_name(optimizer) + " needs whole " +
+                                                  (is_muon ? "matrices" : "rows and columns") +
+                                                  "; use another optimizer, or no tensor parallelism");
     }
   }
   return {};
+}
+
+// The most elements of a slice that have a v of their own.
+std::uint64_t most_own_v(const UnitShape& unit, const UnitLayout& layout, const PlanOptions& options,
+                         std::uint64_t slice) {
+  std::uint64_t most = 0, number = 0, sum = 0;
+  for (std::size_t i = 0; i < unit.parameters.size(); ++i) {
+    if (!has_own_v(options, unit.parameters[i])) continue;
+    const std::uint64_t end = layout.places[i].offset + layout.places[i].count;
+    for (std::uint64_t at = layout.places[i].offset; at < end;) {
+      if (at / slice != number) sum = 0;
+      number = at / slice;
+      const std::uint64_t stop = std::min(end, (number + 1) * slice);
+      sum += stop - at;
+      most = std::max(most, sum);
+      // Slices that are full of the parameter are alike.
+      at = stop - at == slice ? std::max(stop, end / slice * slice) : stop;
+    }
+  }
+  return most;
+}
+
+void count_muon(const ModelShape& model, Plan& plan) {
+  if (plan.options.optimizer != Optimizer::kMuon) return;
+  for (std::size_t u = 0; u < model.units.size(); ++u) {
+    const UnitLayout& layout = plan.layouts[u];
+    Plan::MuonUnit& muon = plan.muon.emplace_back();
+    if (layout.trainable_count == 0) continue;
+    muon.v_count = most_own_v(model.units[u], layout, plan.options, plan.updated_count(static_cast<int>(u)));
+    muon.saved_v_count =
+        most_own_v(model.units[u], layout, plan.options, layout.trainable_slice(plan.options.ranks));
+    for (const ParameterShape& parameter : model.units[u].parameters) {
+      if (!is_muon_matrix(parameter)) continue;
+      muon.has_matrices = true;
+      const FactoredShape shape = factored_shape_of(parameter);
+      plan.matrix_work_count = std::max(
+          plan.matrix_work_count, parameter.count + orthogonal_scratch_count(shape.rows, shape.columns));
+    }
+  }
 }
 
 void count_factors(const ModelShape& model, Plan& plan) {
@@ -398,14 +440,19 @@ std::uint64_t piece_count(const Plan& plan) {
 }
 
 // An applied step reads and writes the optimizer once. It reads parameters for each gather. It writes them
-// once, unless they are the master.
+// once, unless they are the master. Muon reads m once more, before the vote.
 Status count_file_traffic(const Gathered& gathered, Plan& plan) {
   FileBytes& files = plan.file_bytes;
   files.read_per_step = files.optimizer;
   files.written_per_step = files.optimizer;
+  for (std::size_t unit = 0; unit < plan.muon.size() && plan.options.tier == Tier::kFile; ++unit) {
+    const int index = static_cast<int>(unit);
+    if (plan.muon[unit].has_matrices && plan.is_offloaded(index))
+      files.read_per_step += round_up(plan.updated_count(index) * sizeof(float), kPageBytes);
+  }
   if (plan.options.tier != Tier::kFile || !plan.offloads_parameters()) return {};
-  FOREBAY_RETURN_IF_ERROR(narrow(files.optimizer + gathered.offloaded_bytes, "read from files", plan.options,
-                                 &files.read_per_step));
+  FOREBAY_RETURN_IF_ERROR(narrow(files.read_per_step + gathered.offloaded_bytes, "read from files",
+                                 plan.options, &files.read_per_step));
   files.written_per_step += plan.bytes_of(Role::kTrainableSlice);
   return {};
 }
@@ -431,6 +478,19 @@ std::uint64_t factors_sent_bytes(const Plan& plan) {
   return bytes;
 }
 
+// Bytes that one rank sends for Muon: two collectives of each unit with matrices, in fp32, and the last
+// gather before the vote.
+std::uint64_t matrices_sent_bytes(const Plan& plan) {
+  if (plan.options.optimizer != Optimizer::kMuon) return 0;
+  const auto ranks = static_cast<std::uint64_t>(plan.options.ranks);
+  std::uint64_t bytes = (static_cast<std::uint64_t>(plan.deciding_ranks()) - 1) * sizeof(double);
+  for (std::size_t unit = 0; unit < plan.muon.size(); ++unit) {
+    if (!plan.muon[unit].has_matrices) continue;
+    bytes += 2 * (ranks - 1) * plan.slice_count(static_cast<int>(unit)) * sizeof(float);
+  }
+  return bytes;
+}
+
 // A rank receives as much as it sends: each collective hands every other rank a slice.
 Status count_wire(const ModelShape& model, const Gathered& gathered, Plan& plan) {
   const PlanOptions& options = plan.options;
@@ -441,7 +501,7 @@ Status count_wire(const ModelShape& model, const Gathered& gathered, Plan& plan)
   const Wide gathers = options.stage == 3 ? gathered.all : trainable / shards;
   const Wide sent = Wide{reductions} * reduced_bytes(options, trainable) +
                     (shards - 1) * gathers * element_bytes(options.dtype) + shared_sent_bytes(model, plan) +
-                    decision_sent_bytes(model, plan) + factors_sent_bytes(plan);
+                    decision_sent_bytes(model, plan) + factors_sent_bytes(plan) + matrices_sent_bytes(plan);
   FOREBAY_RETURN_IF_ERROR(narrow(sent, "sent by a rank", options, &plan.wire_per_step.sent));
   plan.wire_per_step.received = plan.wire_per_step.sent;
   return {};
@@ -503,13 +563,14 @@ std::uint64_t ModelShape::parameter_count() const {
 Result<Plan> make_plan(const ModelShape& model, const PlanOptions& options) {
   FOREBAY_RETURN_IF_ERROR(check_options(options));
   FOREBAY_RETURN_IF_ERROR(check_model(model));
-  if (options.optimizer == Optimizer::kAdafactor) FOREBAY_RETURN_IF_ERROR(check_factored(model));
+  if (!is_elementwise(options.optimizer)) FOREBAY_RETURN_IF_ERROR(check_whole(model, options.optimizer));
 
   Plan plan;
   plan.options = options;
   count_factors(model, plan);
   for (const UnitShape& unit : model.units)
     plan.layouts.push_back(lay_out(unit, options.ranks, parameter_alignment(options)));
+  count_muon(model, plan);
   std::optional<UnitOrder> order;
   if (!options.recorded_order.empty()) {
     Result<UnitOrder> parsed = parse_unit_order(options.recorded_order, static_cast<int>(model.units.size()));

@@ -28,9 +28,11 @@ constexpr const char* kOrders[] = {"strict", "recorded"};
 constexpr const char* kWithin[] = {"all", "group"};
 constexpr const char* kOffloads[] = {"none", "optimizer", "optimizer+parameters"};
 constexpr const char* kTiers[] = {"cpu", "nvme"};
-constexpr const char* kOptimizers[] = {optimizer_name(Optimizer::kAdamW), optimizer_name(Optimizer::kAdam),
-                                       optimizer_name(Optimizer::kSgd), optimizer_name(Optimizer::kLion),
-                                       optimizer_name(Optimizer::kAdafactor)};
+constexpr const char* kOptimizers[] = {
+    optimizer_name(Optimizer::kAdamW),     optimizer_name(Optimizer::kAdam),
+    optimizer_name(Optimizer::kSgd),       optimizer_name(Optimizer::kLion),
+    optimizer_name(Optimizer::kAdafactor), optimizer_name(Optimizer::kMuon)};
+constexpr const char* kMuonRates[] = {"original", "match-rms-adamw"};
 constexpr const char* kMoments[] = {moment_format_name(MomentFormat::kFloat32),
                                     moment_format_name(MomentFormat::kBfloat16),
                                     moment_format_name(MomentFormat::kBlock8)};
@@ -255,13 +257,24 @@ constexpr OptionRow kTable[] = {
      .words = kSwitch},
     {.name = "optimizer",
      .heading = kSharding,
-     .help = "adamw; adam, with weight decay as an L2 term; sgd, with momentum beta1; lion; adafactor. "
-             "sgd and lion keep no v; adafactor keeps v in factors, by row and by column, and no m",
+     .help =
+         "adamw; adam, with weight decay as an L2 term; sgd, with momentum beta1; lion; adafactor; muon, "
+         "with momentum beta1 for matrices, and adamw for the rest. "
+         "sgd, lion and muon's matrices keep no v; adafactor keeps v in factors, by row and by column, and "
+         "no m",
      .programs = kTraining,
      .member = &ShardingOptions::optimizer,
      .words = kOptimizers,
      .agreed = true,
      .in_fingerprint = true},
+    {.name = "muon-rate",
+     .heading = kSharding,
+     .help = "Learning rate of muon's matrices, of R rows and C columns: original, times sqrt(max(1, R/C)); "
+             "match-rms-adamw, times 0.2 sqrt(max(R, C)), so that a rate of AdamW fits",
+     .programs = kTraining,
+     .member = &ShardingOptions::muon_matches_rms,
+     .words = kMuonRates,
+     .agreed = true},
     {.name = "moments",
      .heading = kSharding,
      .help = "How the optimizer's m and v are kept: fp32; bf16; block8, 8 bits and an exponent for each 256 "
@@ -471,20 +484,23 @@ std::string shared_text(const OptionRow& row, const ShardingOptions& options) {
   return row.words.empty() ? value_text(row, options) : member_text(row, options);
 }
 
-Status check_adafactor(const ShardingOptions& options) {
+// Adafactor and Muon.
+Status check_whole_parameters(const ShardingOptions& options) {
+  const bool is_muon = options.optimizer == Optimizer::kMuon;
+  const std::string name = std::string("optimizer ") + optimizer_name(options.optimizer);
   if (options.moments != MomentFormat::kFloat32) {
-    return refuse(std::string("moments is ") + moment_format_name(options.moments) +
-                  ", and optimizer adafactor keeps its few factors in fp32; use moments fp32");
+    return refuse(std::string("moments is ") + moment_format_name(options.moments) + ", and " + name +
+                  (is_muon ? " keeps its momentum" : " keeps its few factors") +
+                  " in fp32; use moments fp32");
   }
   if (options.shard_within_group) {
-    return refuse(
-        "shard-within is group, and optimizer adafactor adds its sums over all ranks; use shard-within all");
+    return refuse("shard-within is group, and " + name +
+                  (is_muon ? " gathers its matrices from" : " adds its sums over") +
+                  " all ranks; use shard-within all");
   }
   if (options.offload_auto) {
-    return refuse(
-        "offload-fraction is auto, which measures updates of single elements, and optimizer is adafactor; "
-        "give "
-        "a fraction");
+    return refuse("offload-fraction is auto, which measures updates of single elements, and optimizer is " +
+                  std::string(optimizer_name(options.optimizer)) + "; give a fraction");
   }
   return {};
 }
@@ -588,7 +604,7 @@ Status check_sharding_options(const ShardingOptions& options) {
     return refuse(std::string("master-weights is off, and dtype is ") + data_type_name(options.dtype) +
                   "; only bf16 parameters can be their own masters, so use dtype bf16, or master-weights on");
   }
-  if (options.optimizer == Optimizer::kAdafactor) FOREBAY_RETURN_IF_ERROR(check_adafactor(options));
+  if (!is_elementwise(options.optimizer)) FOREBAY_RETURN_IF_ERROR(check_whole_parameters(options));
   if (options.order_of_units == OrderOfUnits::kStrict && !options.recorded_order.empty())
     return refuse("order-of-units is strict with a recorded order; use recorded");
   if (options.order_of_units == OrderOfUnits::kRecorded && options.forwards_ahead > 0) {

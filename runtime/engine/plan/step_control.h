@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "forebay/host_adafactor.h"
+#include "forebay/host_muon.h"
 #include "forebay/kernels.h"
 #include "forebay/plan.h"
 #include "forebay/sharding_options.h"
@@ -127,6 +128,21 @@ inline constexpr std::uint64_t kStepFacts = 3;
 // Adafactor: a rank's slice of a unit's sums has a multiple of this many elements, so that every access is
 // aligned.
 inline constexpr std::uint64_t kFactorGranule = 128;
+
+// Muon: units that are gathered, orthogonalised or sent back at a time. Smaller: ranks wait for the wire.
+// Larger: more memory.
+inline constexpr std::size_t kMatricesInFlight = 2;
+
+// Whether Muon orthogonalises the parameter.
+inline bool is_muon_matrix(const ParameterShape& parameter) {
+  const std::vector<std::uint64_t>& shape = parameter.split ? parameter.split->shape : parameter.shape;
+  return !parameter.frozen && !parameter.elementwise && shape.size() == 2;
+}
+
+// Whether the parameter has a v, in a unit whose states have none: Muon, and no matrix.
+inline bool has_own_v(const ShardingOptions& options, const ParameterShape& parameter) {
+  return options.optimizer == Optimizer::kMuon && !parameter.frozen && !is_muon_matrix(parameter);
+}
 
 inline FactoredShape factored_shape_of(const ParameterShape& parameter) {
   const bool has_split = parameter.split && parameter.split->parts == 1;

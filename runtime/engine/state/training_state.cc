@@ -130,6 +130,15 @@ void check_same_optimizer(Optimizer optimizer, const SavedState& saved) {
                   "start from the weights alone (forebay state export)");
 }
 
+// Muon: a parameter that was a matrix has no v.
+void check_same_rule(const ParameterShape& parameter, const SavedState& saved) {
+  if (!saved.has(parameter.name, kStateFields[1])) return;  // All moments begin at zero.
+  const bool is_matrix = is_muon_matrix(parameter);
+  if (saved.has(parameter.name, kStateFields[2]) == !is_matrix) return;
+  refuse_model(saved, parameter.name + (is_matrix ? " was updated by AdamW there and is a matrix here"
+                                                  : " was a matrix there and is updated by AdamW here"));
+}
+
 }  // namespace
 
 // Runs `work`. An operating error is returned, for the ranks to agree on; it is thrown if the engine has
@@ -229,6 +238,13 @@ void Engine::Impl::begin_save(const std::string& directory, const std::string& t
       const MomentFormat format = part.factors ? MomentFormat::kFloat32 : format_of(part.field);
       if (part.frozen) {
         memory = widen(options.dtype, {copied, part.count * element()});
+      } else if (is_own_v(part.field)) {
+        memory.assign(part.count, 0.0f);
+        const auto* from = reinterpret_cast<const float*>(copied);
+        for (const OwnV& v : own_v_in(part)) {
+          std::copy_n(from, v.count, &memory[v.begin - saved_offset(part) / sizeof(float)]);
+          from += v.count;
+        }
       } else if (format == MomentFormat::kFloat32) {
         return std::span<const float>(reinterpret_cast<const float*>(copied), part.count);
       } else {
@@ -262,7 +278,7 @@ std::vector<Engine::Impl::SavedPart> Engine::Impl::saved_parts() const {
   std::vector<SavedPart> parts;
   for (int index = 0; index < unit_count(); ++index) {
     const std::uint64_t slice = layout(index).trainable_slice(ranks());
-    for (const StateField field : state_fields())
+    for (const StateField field : saved_fields())
       parts.push_back({index, false, field, number * slice, slice});
     const std::uint64_t frozen = layout(index).frozen_slice(ranks());
     if (frozen > 0) parts.push_back({index, true, StateField::kMaster, number * frozen, frozen});
@@ -275,8 +291,9 @@ std::vector<Engine::Impl::SavedPart> Engine::Impl::saved_parts() const {
 }
 
 // Bytes before the part, in this rank's frozen parameters or in its updated range in fp32.
-std::uint64_t Engine::Impl::saved_offset(const SavedPart& part) {
-  if (!part.frozen) return (part.begin - unit(part.unit).updated_begin) * sizeof(float);
+std::uint64_t Engine::Impl::saved_offset(const SavedPart& part) const {
+  if (!part.frozen)
+    return (part.begin - units[static_cast<std::size_t>(part.unit)].updated_begin) * sizeof(float);
   const std::uint64_t kept =
       options.stage < 3 ? 0 : static_cast<std::uint64_t>(shard()) * frozen_slice(part.unit);
   return (part.begin - kept) * element();
@@ -287,10 +304,18 @@ void Engine::Impl::describe_copies() {
   for (const SavedPart& part : saved_parts()) {
     describe_copies(part, target);
     saved_targets.push_back(target);
+    if (is_own_v(part.field)) {
+      for (const OwnV& v : own_v_in(part)) target += v.count * sizeof(float);
+      continue;
+    }
     target += part.frozen    ? part.count * element()
               : part.factors ? part.count * sizeof(float)
                              : kept_bytes(format_of(part.field), part.count);
   }
+}
+
+std::vector<StepContext::OwnV> Engine::Impl::own_v_in(const SavedPart& part) const {
+  return own_v_in(part.unit, saved_offset(part) / sizeof(float), part.count);
 }
 
 void Engine::Impl::describe_copies(const SavedPart& part, std::byte* target) {
@@ -322,7 +347,7 @@ void Engine::Impl::describe_copies(const SavedPart& part, std::byte* target) {
     return;
   }
   const auto field = static_cast<std::size_t>(part.field);
-  if (u.part_count > 0) {
+  if (u.part_count > 0 && !is_own_v(part.field)) {
     copy.range = u.states[field];
   } else if (u.offloaded) {
     copy.range.host = u.kept[field];
@@ -335,6 +360,13 @@ void Engine::Impl::describe_copies(const SavedPart& part, std::byte* target) {
     copy.bytes = bytes;
     saved_copies.push_back(copy);
   };
+  if (is_own_v(part.field)) {
+    for (const OwnV& v : own_v_in(part)) {
+      add(target, v.at * sizeof(float), v.count * sizeof(float));
+      target += v.count * sizeof(float);
+    }
+    return;
+  }
   const MomentFormat format = format_of(part.field);
   std::byte* exponents = target + moment_bytes(format, part.count);
   for (const KeptRun& run :
@@ -418,7 +450,9 @@ void Engine::Impl::write_values(internal::StateFile target, bool saves_grid, con
     }
     for (const SectionPart& run :
          parts_of(layout(part.unit), part.frozen, part.begin, part.begin + part.count)) {
-      if (saves_grid && !saves(part.unit, shape(part.unit).parameters[run.parameter])) continue;
+      const ParameterShape& parameter = shape(part.unit).parameters[run.parameter];
+      if (saves_grid && !saves(part.unit, parameter)) continue;
+      if (is_own_v(part.field) && !has_own_v(options, parameter)) continue;
       runs.push_back({first_of_unit[number] + run.parameter, static_cast<int>(part.field), run.offset,
                       run.end - run.begin});
       begins[i].push_back(run.begin - part.begin);
@@ -561,9 +595,10 @@ void Engine::Impl::load_values(SavedState& saved) {
     const std::vector<ParameterShape>& parameters = shape(unit_index).parameters;
     const std::uint64_t begin = unit(unit_index).updated_begin;
     const std::uint64_t count = unit(unit_index).updated_count;
-    for (const StateField field : state_fields()) {
+    for (const StateField field : saved_fields()) {
       host.assign(count, 0.0f);
       for (const SectionPart& part : parts_of(layout(unit_index), false, begin, begin + count)) {
+        if (is_own_v(field)) check_same_rule(parameters[part.parameter], saved);
         // A state without an average goes on from its weights.
         const char* const wanted = kStateFields[static_cast<int>(field)];
         const bool starts =

@@ -160,8 +160,24 @@ void Engine::Impl::read_kept(int index, StateField field, std::uint64_t offset, 
   }
 }
 
+std::vector<StepContext::OwnV> Engine::Impl::own_v_in(int index, std::uint64_t begin,
+                                                      std::uint64_t count) const {
+  std::vector<OwnV> parts;
+  for (const OwnV& v : units[static_cast<std::size_t>(index)].own_v) {
+    const std::uint64_t lower = std::max(begin, v.begin), upper = std::min(begin + count, v.begin + v.count);
+    if (lower < upper) parts.push_back({v.parameter, lower, upper - lower, v.at + lower - v.begin});
+  }
+  return parts;
+}
+
 void Engine::Impl::write_state(int index, StateField field, std::uint64_t begin,
                                std::span<const float> values) {
+  std::byte* const own_v = unit(index).kept[static_cast<std::size_t>(StateField::kV)];
+  if (is_own_v(field)) {
+    for (const OwnV& v : own_v_in(index, begin, values.size()))
+      copy_in(own_v + v.at * sizeof(float), &values[v.begin - begin], v.count * sizeof(float));
+    return;
+  }
   const MomentFormat format = format_of(field);
   if (field == StateField::kMaster) unit(index).squares_known = false;
   if (format == MomentFormat::kFloat32) {
@@ -182,6 +198,13 @@ void Engine::Impl::write_state(int index, StateField field, std::uint64_t begin,
 }
 
 void Engine::Impl::read_state(int index, StateField field, std::uint64_t begin, std::span<float> values) {
+  const std::byte* const own_v = unit(index).kept[static_cast<std::size_t>(StateField::kV)];
+  if (is_own_v(field)) {
+    std::fill(values.begin(), values.end(), 0.0f);
+    for (const OwnV& v : own_v_in(index, begin, values.size()))
+      copy_out(&values[v.begin - begin], own_v + v.at * sizeof(float), v.count * sizeof(float));
+    return;
+  }
   const MomentFormat format = format_of(field);
   if (format == MomentFormat::kFloat32) {
     return read_kept(index, field, begin * sizeof(float), reinterpret_cast<std::byte*>(values.data()),
@@ -461,9 +484,13 @@ std::vector<float> Engine::get_moment(ParameterId parameter, Moment moment) {
     impl.misuse(std::string("get_moment() of m, which ") + optimizer_name(impl.options.optimizer) +
                 " has not, and its second moment is in factors; read them from saved state");
   }
-  if (moment == Moment::kSecond && !has_second_moment(impl.options.optimizer)) {
+  const ParameterShape& shape =
+      impl.shape(parameter.unit).parameters[static_cast<std::size_t>(parameter.index)];
+  if (moment == Moment::kSecond && !has_second_moment(impl.options.optimizer) &&
+      !has_own_v(impl.options, shape)) {
     impl.misuse(std::string("get_moment() of v, which ") + optimizer_name(impl.options.optimizer) +
-                " has not; ask for the first moment");
+                " has not" + (is_muon_matrix(shape) ? " for " + shape.name : std::string()) +
+                "; ask for the first moment");
   }
   const std::vector<float> section =
       impl.unit_states(parameter.unit, moment == Moment::kFirst ? StateField::kM : StateField::kV);

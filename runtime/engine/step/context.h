@@ -64,14 +64,34 @@ inline KeptPlace kept_place(MomentFormat format, std::uint64_t total, std::uint6
 struct StepContext {
   enum class Phase { kDescribe, kIdle, kStep, kForward, kBackward, kFailed };
 
+  // Muon: a matrix of a unit, which one rank orthogonalises.
+  struct Matrix {
+    std::size_t parameter = 0;  // In the unit.
+    std::uint64_t begin = 0;    // Elements from the start of the trainable section.
+    std::uint64_t rows = 0;
+    std::uint64_t columns = 0;
+    int owner = 0;
+    std::uint64_t count() const { return rows * columns; }
+  };
+
+  // Muon: elements of the updated range that have a v. These lie one after another.
+  struct OwnV {
+    std::size_t parameter = 0;  // In the unit.
+    std::uint64_t begin = 0;    // Elements from the start of the updated range.
+    std::uint64_t count = 0;
+    std::uint64_t at = 0;  // Elements from the start of v.
+  };
+
   // A run of elements of a unit's updated range that share a parameter group. Without master weights, and
-  // with Adafactor, each parameter has runs of its own.
+  // with Adafactor and Muon, each parameter has runs of its own.
   struct Segment {
     std::uint64_t begin = 0;  // Elements from the start of the updated range.
     std::uint64_t count = 0;
     int group = 0;
-    HalfMaster rounding;        // Without master weights: its elements are set for each update.
-    std::size_t parameter = 0;  // Adafactor: in the unit.
+    HalfMaster rounding;             // Without master weights: its elements are set for each update.
+    std::size_t parameter = 0;       // Adafactor and Muon: in the unit.
+    const Matrix* matrix = nullptr;  // Muon; null for single elements.
+    std::uint64_t v_at = 0;          // Muon: the v of its first element.
   };
 
   // Adafactor: a trainable parameter of a unit.
@@ -123,6 +143,10 @@ struct StepContext {
     float* factors = nullptr;
     float* factor_sums = nullptr;
     float* host_factor_sums = nullptr;
+    // Muon. The host reaches v, and the updates of matrices: see Role::kOrthogonal.
+    std::vector<Matrix> matrices;
+    std::vector<OwnV> own_v;
+    float* orthogonal = nullptr;
     std::uint64_t squares_at = 0;    // Doubles from the start of a rank's squares.
     bool squares_known = false;      // Factored::squares are those of the masters.
     std::vector<bool> fixed;         // By parameter: Engine::freeze.
@@ -238,11 +262,13 @@ struct StepContext {
   std::byte* fused = nullptr;  // Slices of small units side by side, a row for each rank.
   double* norms = nullptr;     // One per unit, of this rank's part; zeros after the last.
   StepControl* control = nullptr;
-  double* squares = nullptr;                       // Adafactor: of this rank, then of all ranks,
-  double* host_squares = nullptr;                  // and the same on the host.
-  std::array<DevicePtr, kTransitCount> transit{};  // Gradient slices or sums on their way to the host.
-  float* host_sum = nullptr;                       // On the host: the sum of one bucket.
-  std::byte* saved_values = nullptr;               // On the host: the copy that a thread saves.
+  double* squares = nullptr;                         // Adafactor: of this rank, then of all ranks,
+  double* host_squares = nullptr;                    // and the same on the host.
+  std::array<float*, kMatricesInFlight> matrices{};  // Muon: see Role::kMatrices,
+  float* matrix_work = nullptr;                      // and Role::kMatrixWork.
+  std::array<DevicePtr, kTransitCount> transit{};    // Gradient slices or sums on their way to the host.
+  float* host_sum = nullptr;                         // On the host: the sum of one bucket.
+  std::byte* saved_values = nullptr;                 // On the host: the copy that a thread saves.
   // The engine's own work. The order of this queue is the order of collectives.
   EngineStream engine_stream{*this};
 

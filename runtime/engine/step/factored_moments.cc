@@ -185,15 +185,9 @@ void FactoredMoments::update(const Run& run, const KeptUpdateArguments& kept,
   a.run.place = u.updated_begin + run.begin;
   a.factors = sums_of(u) + p.factors_at;
   a.row_means = p.row_means.data();
-  a.decay = -(kept.update.lr * kept.update.weight_decay);
+  static_cast<MasterMove&>(a) = move_of(kept);
   a.step_number = decision_.on_host().applied_steps;
   a.step = adafactor_step(group.lr, a.step_number, p.shape.count(), p.all_squares[0], p.all_squares[1]);
-  a.master = kept.update.master;
-  a.parameter = run.parameters;
-  a.parameter_type = options_.dtype;
-  a.half = kept.half;
-  a.average = kept.average;
-  a.average_weight = kept.average_weight;
   factored_update(a, updater_.host_runner());
 }
 

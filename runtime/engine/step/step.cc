@@ -180,6 +180,9 @@ StepResult Engine::Impl::step(const Hyperparameters& hyperparameters) {
   if (factored != nullptr) {
     refresh_squares();
     decision->queue(hyperparameters, *reducer, *updater, [&] { factored->queue(agreed.used); });
+  } else if (matrix_updates != nullptr) {
+    decision->queue(hyperparameters, *reducer, *updater,
+                    [&] { matrix_updates->queue(agreed.used, hyperparameters); });
   } else {
     decision->queue(hyperparameters, *reducer, *updater);
   }

@@ -9,6 +9,7 @@
 #include "forebay/host_adam.h"
 #include "runtime/engine/step/decision.h"
 #include "runtime/engine/step/factored_moments.h"
+#include "runtime/engine/step/matrix_updates.h"
 
 namespace forebay {
 namespace {
@@ -27,7 +28,8 @@ AdamWArguments adamw_arguments(const EngineOptions& options, const GroupHyperpar
   const double beta1 = group.beta1.value_or(options.beta1);
   const double beta2 = group.beta2.value_or(options.beta2);
   AdamWArguments adamw{};
-  adamw.optimizer = options.optimizer;
+  // Muon updates single elements so.
+  adamw.optimizer = options.optimizer == Optimizer::kMuon ? Optimizer::kAdamW : options.optimizer;
   adamw.parameter_type = options.dtype;
   adamw.beta1 = fp32(beta1);
   adamw.beta2 = fp32(beta2);
@@ -35,6 +37,18 @@ AdamWArguments adamw_arguments(const EngineOptions& options, const GroupHyperpar
   adamw.a1 = fp32(1.0 - beta1);
   adamw.a2 = fp32(1.0 - beta2);
   return adamw;
+}
+
+MasterMove move_of(const KeptUpdateArguments& kept) {
+  MasterMove move;
+  move.decay = -(kept.update.lr * kept.update.weight_decay);
+  move.master = kept.update.master;
+  move.parameter = kept.update.parameter;
+  move.parameter_type = kept.update.parameter_type;
+  move.half = kept.half;
+  move.average = kept.average;
+  move.average_weight = kept.average_weight;
+  return move;
 }
 
 void round_parameters(DataType type, const float* source, std::uint64_t count, std::byte* target) {
@@ -58,7 +72,7 @@ Updater::Updater(StepContext& context, const Decision& decision)
   for (BiasCorrection*& table : corrections_) {
     table = reinterpret_cast<BiasCorrection*>(value_or_throw(context.pinned->allocate(table_bytes)));
   }
-  if (!plan_.offloads() && options_.optimizer != Optimizer::kAdafactor) return;
+  if (!plan_.offloads() && is_elementwise(options_.optimizer)) return;
   host_runner_ = create_host_runner(context.host_placement, context.options);
   for (std::vector<HostUpdate>& updates : host_updates_) {
     for (int unit = 0; unit < context.unit_count(); ++unit) updates.push_back({this, unit, {}});
@@ -141,7 +155,7 @@ void Updater::correct_for(int group) {
 void Updater::update_on_device(int index, const Hyperparameters& hyperparameters) {
   const Unit& u = unit(index);
   const MarkedSpan span = context_.marked(device_stream_, "updates", "update", index);
-  if (factored_ != nullptr) {
+  if (!is_elementwise(options_.optimizer)) {
     HostUpdate& update = host_updates_[context_.attempted_steps % 2][static_cast<std::size_t>(index)];
     update.groups = hyperparameters.groups;
     update.corrections = corrections();
@@ -191,7 +205,12 @@ KeptUpdateArguments Updater::update_of(const Unit& u, const Piece& piece, std::u
   }
   kept.moments.format = options_.moments;
   kept.moments.m = address_of(StateField::kM, place_of(StateField::kM).values);
-  kept.moments.v = address_of(StateField::kV, place_of(StateField::kV).values);
+  if (matrices_ == nullptr) {
+    kept.moments.v = address_of(StateField::kV, place_of(StateField::kV).values);
+  } else if (segment.matrix == nullptr) {
+    kept.moments.v = u.kept[static_cast<std::size_t>(StateField::kV)] +
+                     (segment.v_at + piece.begin + at - segment.begin) * sizeof(float);
+  }
   if (options_.moments == MomentFormat::kFloat32) {
     kept.update.m = static_cast<float*>(kept.moments.m);
     kept.update.v = static_cast<float*>(kept.moments.v);
@@ -232,7 +251,7 @@ void Updater::queue_host_update(int index, const Hyperparameters& hyperparameter
 }
 
 // Runs in the order of the host's stream, when the decision is on the host; calls nothing of the Backend.
-// Adafactor: units on the device come here in the order of their stream.
+// Adafactor and Muon: units on the device come here in the order of their stream.
 void Updater::update_on_host(const HostUpdate& update) {
   if (failed_.load(std::memory_order_acquire)) return;
   const bool is_factored =
@@ -363,6 +382,10 @@ void Updater::update_run(const HostUpdate& update, const StepContext::Segment& s
                               .gradient = static_cast<const std::byte*>(kept.update.gradient),
                               .parameters = static_cast<std::byte*>(kept.update.parameter)},
                              kept, update.groups[static_cast<std::size_t>(segment.group)]);
+  }
+  if (segment.matrix != nullptr) {
+    return matrices_->update(update.unit, segment, begin, kept,
+                             update.groups[static_cast<std::size_t>(segment.group)]);
   }
   const Status status = host_adam(kept, *host_runner_);
   FOREBAY_CHECK(status.ok(), "%s", status.to_string().c_str());

@@ -13,16 +13,21 @@
 #include <vector>
 
 #include "forebay/block_runner.h"
+#include "forebay/host_masters.h"
 #include "runtime/engine/step/context.h"
 
 namespace forebay {
 
 class Decision;
 class FactoredMoments;
+class MatrixUpdates;
 
 // AdamW with the constants of the engine, or of a parameter group that has its own; the rest is to be filled
 // in.
 AdamWArguments adamw_arguments(const EngineOptions& options, const GroupHyperparameters& group = {});
+
+// The move of masters that an update has, without `step` and `step_number`.
+MasterMove move_of(const KeptUpdateArguments& kept);
 
 // `count` values rounded to `type`, a 2-byte one.
 void round_parameters(DataType type, const float* source, std::uint64_t count, std::byte* target);
@@ -30,8 +35,9 @@ void round_parameters(DataType type, const float* source, std::uint64_t count, s
 class Updater : private StepPart {
  public:
   Updater(StepContext& context, const Decision& decision);
-  // Adafactor. Requires: before the first step.
+  // Adafactor, Muon. Requires: before the first step.
   void use(FactoredMoments& factored) { factored_ = &factored; }
+  void use(MatrixUpdates& matrices) { matrices_ = &matrices; }
 
   // Queues the updates of a step: begin(), update() of each used unit in order, end(). They run when the
   // decision is known.
@@ -64,7 +70,7 @@ class Updater : private StepPart {
   }
 
   const EngineStream& device_stream() const { return device_stream_; }
-  // Offloaded units only; the runner for Adafactor, too.
+  // Offloaded units only; the runner for Adafactor and Muon, too.
   const EngineStream& host_stream() const { return host_stream_; }
   const BlockRunner& host_runner() const { return *host_runner_; }
 
@@ -116,6 +122,7 @@ class Updater : private StepPart {
 
   const Decision& decision_;
   FactoredMoments* factored_ = nullptr;  // Adafactor.
+  MatrixUpdates* matrices_ = nullptr;    // Muon.
   // The corrections of a step by parameter group, in pinned memory. Two sets, like those of host updates.
   std::array<BiasCorrection*, 2> corrections_{};
   BiasCorrection on_device_{};  // For the next update on the device.

@@ -43,7 +43,8 @@ TEST(ShardingOptions, TextReadsBackAsTheSameText) {
       {"memory", {"0", "80GiB", "1536MiB"}},
       {"device-room", {"0", "384MiB", "1GiB"}},
       {"spillable", {"off", "on"}},
-      {"optimizer", {"adamw", "adam", "sgd", "lion", "adafactor"}},
+      {"optimizer", {"adamw", "adam", "sgd", "lion", "adafactor", "muon"}},
+      {"muon-rate", {"original", "match-rms-adamw"}},
       {"moments", {"fp32", "bf16", "block8"}},
       {"master-weights", {"on", "off"}},
       {"ema", {"0", "0.999"}},
@@ -151,7 +152,8 @@ TEST(ShardingOptions, LinesOfAgreementLeaveOutWhatMayDiffer) {
   EXPECT_EQ(option_lines(a, &OptionRow::agreed),
             "stage 0\ndtype fp32\nmicro-steps 1\naccumulate shard\naverage ranks+micro-steps\n"
             "order-of-units strict\nunits-at-once 1\norder rank\nshard-within all\nbucket given\n"
-            "overlap on\noptimizer adamw\nmoments fp32\nmaster-weights on\nema 0\nsave-async off\noffload "
+            "overlap on\noptimizer adamw\nmuon-rate original\nmoments fp32\nmaster-weights on\nema "
+            "0\nsave-async off\noffload "
             "none\noffload-tier nvme\noffload-fraction "
             "given\n");
   EXPECT_EQ(option_lines(a, &OptionRow::in_fingerprint),

@@ -44,6 +44,8 @@ class CommitPoint : public ::testing::TestWithParam<std::tuple<int, int, Optimiz
   std::vector<Outcome> run(const LocalFault& fault) const {
     ToyOptions options = options_for(stage(), DataType::kFloat16, size());
     options.engine.optimizer = std::get<2>(GetParam());
+    options.units[0].parameters[0].shape = {35, 20};
+    options.units[2].parameters[0].shape = {600, 5};
     HostClock clock(HostClock::Mode::kVirtual);
     WorldOptions world;
     world.clock = &clock;
@@ -178,10 +180,14 @@ INSTANTIATE_TEST_SUITE_P(Engine, CommitPoint,
                          ::testing::Combine(::testing::Range(0, 4), ::testing::Values(3, 4),
                                             ::testing::Values(Optimizer::kAdamW)),
                          setting_name);
-// It has collectives between the gather of norms and the commit point.
+// Both have collectives between the gather of norms and the commit point.
 INSTANTIATE_TEST_SUITE_P(Adafactor, CommitPoint,
                          ::testing::Combine(::testing::Values(0, 3), ::testing::Values(3),
                                             ::testing::Values(Optimizer::kAdafactor)),
+                         setting_name);
+INSTANTIATE_TEST_SUITE_P(Muon, CommitPoint,
+                         ::testing::Combine(::testing::Values(0, 3), ::testing::Values(3),
+                                            ::testing::Values(Optimizer::kMuon)),
                          setting_name);
 
 }  // namespace

@@ -42,7 +42,10 @@ constexpr Rule kRules[] = {{Optimizer::kAdamW},
                            {Optimizer::kAdam, MomentFormat::kBfloat16, false, 0.9},
                            {Optimizer::kAdafactor},
                            {Optimizer::kAdafactor, MomentFormat::kFloat32, false},
-                           {Optimizer::kAdafactor, MomentFormat::kFloat32, true, 0.75}};
+                           {Optimizer::kAdafactor, MomentFormat::kFloat32, true, 0.75},
+                           {Optimizer::kMuon},
+                           {Optimizer::kMuon, MomentFormat::kFloat32, false},
+                           {Optimizer::kMuon, MomentFormat::kFloat32, true, 0.75}};
 
 std::string name_of(const Rule& rule) {
   return std::string(optimizer_name(rule.optimizer)) +
@@ -73,9 +76,24 @@ void declare_shapes(std::vector<ToyUnit>& units) {
   }
 }
 
+// For Muon: matrices that are wide, tall, a row and cut by slices, two in a unit; and one that is declared to
+// be no matrix.
+void declare_matrices(std::vector<ToyUnit>& units) {
+  declare_shapes(units);
+  for (ToyUnit& unit : units) {
+    for (ToyParameter& parameter : unit.parameters) {
+      if (parameter.count == 64) parameter.shape = {1, 64};
+      if (parameter.count == 1000) parameter.shape = {25, 40};
+      if (parameter.count == 65) parameter.elementwise = true;
+    }
+  }
+}
+
 ToyOptions options_of(const Rule& rule, int stage, DataType type, int ranks, const Setting& setting) {
   ToyOptions options = options_for(stage, rule.master_weights ? type : DataType::kBfloat16, ranks);
   if (rule.optimizer == Optimizer::kAdafactor) declare_shapes(options.units);
+  if (rule.optimizer == Optimizer::kMuon) declare_matrices(options.units);
+  options.engine.muon_matches_rms = rule.ema > 0.0;
   options.engine.optimizer = rule.optimizer;
   options.engine.moments = rule.moments;
   options.engine.master_weights = rule.master_weights;
@@ -273,11 +291,13 @@ TEST(Optimizers, SeveralPiecesOfFilesGiveTheSameBits) {
   const std::string directory = make_temporary_directory("optimizer");
   for (const Rule& rule :
        {Rule{Optimizer::kAdamW, MomentFormat::kBlock8}, Rule{Optimizer::kAdamW, MomentFormat::kBlock8, false},
-        Rule{Optimizer::kAdafactor}, Rule{Optimizer::kAdafactor, MomentFormat::kFloat32, false}}) {
+        Rule{Optimizer::kAdafactor}, Rule{Optimizer::kAdafactor, MomentFormat::kFloat32, false},
+        Rule{Optimizer::kMuon}, Rule{Optimizer::kMuon, MomentFormat::kFloat32, false}}) {
     SCOPED_TRACE(name_of(rule));
     ToyOptions options = options_of(rule, 1, DataType::kBfloat16, 1, kSettings[2]);
     options.units = {{{{300'000}, {70'000, 1}}, {}, true}, {{{513}}, {}, true}};
     if (rule.optimizer == Optimizer::kAdafactor) options.units[0].parameters[0].shape = {1250, 240};
+    if (rule.optimizer == Optimizer::kMuon) options.units[0].parameters[0].shape = {6, 50'000};
     options.engine.save_async = true;
     options.steps = 3;
     ModelShape model;
@@ -371,47 +391,199 @@ TEST(Optimizers, AdafactorTakesTheBytesOfItsFactors) {
   EXPECT_EQ(value_or_throw(make_plan(model, options)).bytes_of(Role::kFactors), 4096 * 4u);
 }
 
-TEST(Optimizers, AdafactorSendsThePlannedBytes) {
-  for (const int ranks : {1, 3, 4}) {
-    for (int stage = 0; stage < 4; ++stage) {
-      for (const Setting& setting : {kSettings[0], kSettings[1]}) {
-        ToyOptions options = options_of({Optimizer::kAdafactor}, stage, DataType::kBfloat16, ranks, setting);
-        options.steps = 3;
-        const EngineStatistics s = run_toy(options).statistics;
-        EXPECT_EQ(s.traffic.sent, 3 * s.planned_wire_per_step.sent) << text_of(options);
-        EXPECT_EQ(s.traffic.received, 3 * s.planned_wire_per_step.received) << text_of(options);
+// In a matrix of 64 rows and 32 columns, and a vector of 1000, on two ranks: m for all 3072 elements, padded;
+// v for the vector alone, which is on the second rank's slice from 1536 to 3072.
+TEST(Optimizers, MuonTakesTheBytesOfOneMomentAndOfItsMatrices) {
+  ModelShape model;
+  model.units.resize(1);
+  model.units[0].name = "u";
+  model.units[0].parameters.push_back({.name = "p", .count = 2048, .shape = {64, 32}});
+  model.units[0].parameters.push_back({.name = "q", .count = 1000, .shape = {1000}});
+  PlanOptions options;
+  options.ranks = 2;
+  options.stage = 2;
+  options.dtype = DataType::kBfloat16;
+  const Plan others = value_or_throw(make_plan(model, options));
+  options.optimizer = Optimizer::kMuon;
+  constexpr std::uint64_t kV = 4096, kWork = 4 * (2048 + 2048 + 2 * 32 * 32);
+  const Plan plan = value_or_throw(make_plan(model, options));
+  EXPECT_EQ(plan.bytes.optimizer, 1536 * (4 + 4 + 4) + kV);
+  EXPECT_EQ(plan.bytes_of(Role::kV), kV);
+  EXPECT_EQ(plan.bytes_of(Role::kOrthogonal), 1536 * 4u);
+  EXPECT_EQ(plan.bytes_of(Role::kMatrices), 2 * 3072 * 4u);
+  EXPECT_EQ(plan.host_bytes.total(), kWork);
+  // Half of the unit twice, in fp32, and the last gather.
+  EXPECT_EQ(plan.wire_per_step.sent, others.wire_per_step.sent + 2 * 1536 * 4 + 8);
+  options.offload = Offload::kOptimizer;
+  const Plan offloaded = value_or_throw(make_plan(model, options));
+  EXPECT_EQ(offloaded.bytes.optimizer, 0u);
+  EXPECT_EQ(offloaded.host_bytes.optimizer, 1536 * (4 + 4 + 4) + kV + kWork);
+  options.tier = Tier::kFile;
+  const Plan in_files = value_or_throw(make_plan(model, options));
+  EXPECT_EQ(in_files.host_bytes.optimizer, 1536 * 4 + kV + kWork);
+  EXPECT_EQ(in_files.file_bytes.optimizer, 2 * 8192u);
+  // m once more.
+  EXPECT_EQ(in_files.file_bytes.read_per_step, 3 * 8192u);
+  EXPECT_EQ(in_files.file_bytes.written_per_step, 2 * 8192u);
+  // No matrix: AdamW's bytes, and nothing is sent but the last gather.
+  options.offload = Offload::kNone;
+  options.tier = Tier::kPinned;
+  model.units[0].parameters[0].elementwise = true;
+  const Plan single = value_or_throw(make_plan(model, options));
+  EXPECT_EQ(single.bytes, others.bytes);
+  EXPECT_EQ(single.host_bytes.total(), 0u);
+  EXPECT_EQ(single.wire_per_step.sent, others.wire_per_step.sent + 8);
+}
+
+TEST(Optimizers, ThoseOfWholeParametersSendThePlannedBytes) {
+  for (const Optimizer optimizer : {Optimizer::kAdafactor, Optimizer::kMuon}) {
+    for (const int ranks : {1, 3, 4}) {
+      for (int stage = 0; stage < 4; ++stage) {
+        for (const Setting& setting : {kSettings[0], kSettings[1]}) {
+          ToyOptions options = options_of({optimizer}, stage, DataType::kBfloat16, ranks, setting);
+          options.steps = 3;
+          const EngineStatistics s = run_toy(options).statistics;
+          EXPECT_EQ(s.traffic.sent, 3 * s.planned_wire_per_step.sent) << text_of(options);
+          EXPECT_EQ(s.traffic.received, 3 * s.planned_wire_per_step.received) << text_of(options);
+        }
       }
     }
   }
 }
 
-TEST(Optimizers, AdafactorRefusesSettingsThatDivideItsSums) {
-  ModelShape model;
-  model.units.resize(1);
-  model.units[0].name = "u";
-  model.units[0].parameters.push_back({.name = "p", .count = 4096, .shape = {64, 64}});
-  const auto refusal = [&](const PlanOptions& options) {
-    const Result<Plan> plan = make_plan(model, options);
-    return plan.ok() ? std::string() : plan.status().message();
+// Gradients are added in groups, and the matrices' rows over all ranks.
+TEST(Optimizers, MuonInAllReduceGroupsGivesTheBitsOfThePlainLoops) {
+  for (int stage = 0; stage <= 3; ++stage) {
+    ToyOptions options = options_of({Optimizer::kMuon}, stage, DataType::kBfloat16, 4, kSettings[0]);
+    options.engine.group = 2;
+    expect_same(run_toy(options), reference_toy(options), text_of(options));
+  }
+}
+
+// A frozen matrix is not multiplied, and keeps its m until it trains again.
+TEST(Optimizers, MuonLeavesAMatrixThatIsFixed) {
+  std::vector<ToyResult> results;
+  for (const auto& [stage, setting] :
+       {std::pair(0, kSettings[0]), std::pair(2, kSettings[1]), std::pair(3, kSettings[4])}) {
+    const ToyOptions options = options_of({Optimizer::kMuon}, stage, DataType::kFloat32, 3, setting);
+    run_ranks(3, {}, [&](Rank& rank) {
+      ToyTrainer trainer(options, rank);
+      trainer.initialize();
+      static_cast<void>(trainer.step(0));
+      const std::vector<float> fixed = trainer.engine().get_parameter({2, 0});
+      constexpr int kNumber = 6;  // The parameter's, over all units.
+      trainer.engine().freeze({2, 0}, true);
+      trainer.fixed = kNumber;
+      static_cast<void>(trainer.step(1));
+      EXPECT_EQ(trainer.engine().get_parameter({2, 0}), fixed);
+      trainer.engine().freeze({2, 0}, false);
+      trainer.fixed = -1;
+      static_cast<void>(trainer.step(2));
+      EXPECT_NE(trainer.engine().get_parameter({2, 0}), fixed);
+      ToyResult result;
+      trainer.collect(result);
+      if (rank.communicator->rank() == 0) results.push_back(result);
+    });
+  }
+  EXPECT_EQ(results[1].masters, results[0].masters);
+  EXPECT_EQ(results[2].masters, results[0].masters);
+}
+
+// Saved by three ranks in files, and taken up by any number of ranks at any place.
+TEST(Optimizers, MuonsMomentsAreThoseOfTheSavedState) {
+  const std::string directory = make_temporary_directory("optimizer");
+  const ToyOptions options = options_of({Optimizer::kMuon}, 3, DataType::kFloat32, 3, kSettings[4]);
+  // m of a matrix, and m and v of single elements.
+  const auto moments_of = [](Engine& engine) {
+    std::vector<std::vector<float>> moments = {engine.get_moment({2, 0}, Moment::kFirst)};
+    for (const ParameterId id : {ParameterId{0, 1}, ParameterId{2, 1}, ParameterId{4, 0}}) {
+      moments.push_back(engine.get_moment(id, Moment::kFirst));
+      moments.push_back(engine.get_moment(id, Moment::kSecond));
+      EXPECT_NE(moments.back(), std::vector<float>(moments.back().size()));
+    }
+    return moments;
   };
-  PlanOptions options;
-  options.optimizer = Optimizer::kAdafactor;
-  options.ranks = 4;
-  EXPECT_EQ(refusal(options), "");
-  PlanOptions other = options;
-  other.moments = MomentFormat::kBfloat16;
-  EXPECT_NE(refusal(other).find("moments is bf16, and optimizer adafactor"), std::string::npos);
-  other = options;
-  other.group = 2;
-  EXPECT_EQ(refusal(other), "");
-  other.shard_within_group = true;
-  EXPECT_NE(refusal(other).find("shard-within is group, and optimizer adafactor"), std::string::npos);
-  other = options;
-  other.offload = Offload::kOptimizer;
-  other.offload_auto = true;
-  EXPECT_NE(refusal(other).find("offload-fraction is auto"), std::string::npos);
-  model.units[0].parameters[0].split = TensorSplit{.shape = {128, 64}, .parts = 2};
-  EXPECT_NE(refusal(options).find("parameter p is split over tensor-parallel ranks"), std::string::npos);
+  std::vector<std::vector<float>> saved;
+  run_ranks(3, {}, [&](Rank& rank) {
+    ToyTrainer trainer(options, rank);
+    trainer.initialize();
+    for (int step = 0; step < 2; ++step) static_cast<void>(trainer.step(step));
+    const auto mine = moments_of(trainer.engine());
+    if (rank.communicator->rank() == 0) saved = mine;
+    EXPECT_THROW(trainer.engine().get_moment({2, 0}, Moment::kSecond), Error);
+    trainer.engine().save_state(directory, "x");
+  });
+  for (const int ranks : {1, 4}) {
+    std::vector<ToyResult> results;
+    for (const auto& [stage, setting] : {std::pair(0, kSettings[0]), std::pair(1, kSettings[1]),
+                                         std::pair(2, kSettings[2]), std::pair(3, kSettings[4])}) {
+      const ToyOptions other = options_of({Optimizer::kMuon}, stage, DataType::kFloat32, ranks, setting);
+      run_ranks(ranks, {}, [&](Rank& rank) {
+        ToyTrainer trainer(other, rank);
+        trainer.engine().load_state(directory);
+        EXPECT_EQ(moments_of(trainer.engine()), saved) << text_of(other);
+        static_cast<void>(trainer.step(2));
+        ToyResult result;
+        trainer.collect(result);
+        if (rank.communicator->rank() == 0) results.push_back(result);
+      });
+      EXPECT_EQ(results.back().masters, results[0].masters) << text_of(other);
+    }
+  }
+  // A parameter that is a matrix here and was none there, and the other way round.
+  for (const bool is_matrix : {true, false}) {
+    ToyOptions other = options_of({Optimizer::kMuon}, 2, DataType::kFloat32, 1, kSettings[0]);
+    other.units[0].parameters[is_matrix ? 1 : 0].elementwise = !is_matrix;
+    run_ranks(1, {}, [&](Rank& rank) {
+      ToyTrainer trainer(other, rank);
+      try {
+        trainer.engine().load_state(directory);
+        ADD_FAILURE() << is_matrix;
+      } catch (const Error& error) {
+        EXPECT_NE(std::string(error.what())
+                      .find(is_matrix ? "p1 was updated by AdamW there" : "p0 was a matrix there"),
+                  std::string::npos)
+            << error.what();
+      }
+    });
+  }
+  std::filesystem::remove_all(directory);
+}
+
+TEST(Optimizers, ThoseOfWholeParametersRefuseSettingsThatDivideThem) {
+  for (const Optimizer optimizer : {Optimizer::kAdafactor, Optimizer::kMuon}) {
+    const std::string name = std::string("optimizer ") + optimizer_name(optimizer);
+    ModelShape model;
+    model.units.resize(1);
+    model.units[0].name = "u";
+    model.units[0].parameters.push_back({.name = "p", .count = 4096, .shape = {64, 64}});
+    const auto refusal = [&](const PlanOptions& options) {
+      const Result<Plan> plan = make_plan(model, options);
+      return plan.ok() ? std::string() : plan.status().message();
+    };
+    PlanOptions options;
+    options.optimizer = optimizer;
+    options.ranks = 4;
+    EXPECT_EQ(refusal(options), "");
+    PlanOptions other = options;
+    other.moments = MomentFormat::kBfloat16;
+    EXPECT_NE(refusal(other).find("moments is bf16, and " + name), std::string::npos);
+    other = options;
+    other.group = 2;
+    EXPECT_EQ(refusal(other), "");
+    other.shard_within_group = true;
+    EXPECT_NE(refusal(other).find("shard-within is group, and " + name), std::string::npos);
+    other = options;
+    other.offload = Offload::kOptimizer;
+    other.offload_auto = true;
+    EXPECT_NE(refusal(other).find("offload-fraction is auto"), std::string::npos);
+    model.units[0].parameters[0].split = TensorSplit{.shape = {128, 64}, .parts = 2};
+    EXPECT_NE(refusal(options).find("parameter p is split over tensor-parallel ranks, and " + name),
+              std::string::npos);
+    // Muon divides single elements.
+    model.units[0].parameters[0].elementwise = true;
+    EXPECT_EQ(refusal(options).empty(), optimizer == Optimizer::kMuon);
+  }
 }
 
 // Masters that a step did not write count in the root mean square of the next.

@@ -337,8 +337,11 @@ class Engine {
   // The gradient of this parameter may never be asked for; it is zero then. Otherwise the first step in which
   // the unit has a backward lease refuses that.
   void declare_optional(ParameterId parameter);
-  // Declares the dimensions of a parameter, which saved state keeps for its readers (saved_state.h). The
-  // engine itself needs none. Requires: their product is the parameter's count.
+  // Optimizer::kMuon updates this parameter by AdamW, though it has two dimensions: an embedding or a head.
+  void declare_elementwise(ParameterId parameter);
+  // Declares the dimensions of a parameter, which saved state keeps for its readers (saved_state.h).
+  // Adafactor makes its factors from them, and Muon takes parameters of two dimensions for matrices.
+  // Requires: their product is the parameter's count.
   void declare_shape(ParameterId parameter, Span<const std::uint64_t> shape);
   // Says that the parameter is one tensor-parallel rank's part of a larger tensor. Saved state then has the
   // whole tensor, and any other grid of ranks loads its own parts. Requires: the part has the parameter's

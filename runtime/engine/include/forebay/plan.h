@@ -38,6 +38,9 @@ struct ParameterShape {
   // norm.
   bool replicated = false;
   bool optional = false;  // Its gradient may never be asked for (Engine::declare_optional).
+  // Muon updates it by AdamW though it has two dimensions: an embedding or a head
+  // (Engine::declare_elementwise).
+  bool elementwise = false;
   // Dimensions, for readers of saved state; their product is `count`. Empty: not declared.
   std::vector<std::uint64_t> shape = {};
   std::optional<TensorSplit> split = {};  // A part of a tensor (Engine::declare_split).
@@ -117,12 +120,14 @@ struct PoolBytes {
   // fp32 sums of buckets, to the host.
   std::uint64_t gradients = 0;
   // Persistent: the master (2-byte types), m and v of the units that are not offloaded, as they are kept.
-  // Adafactor: also the sums of all units, offloaded or not.
+  // Adafactor: also the sums of all units, offloaded or not. Muon: v of single elements, and updates of
+  // matrices (ARCHITECTURE.md).
   std::uint64_t optimizer = 0;
   // Slots for gathered units, and for unit gradients before their reduction. The number of layers does not
   // change it.
   std::uint64_t gathered = 0;
-  // Staging of collectives. The model's size changes it only by the few bytes of each unit's norm.
+  // Staging of collectives. The model's size changes it only by the few bytes of each unit's norm. Muon: also
+  // twice the largest unit in fp32.
   std::uint64_t buckets = 0;
   // Declared by the trainer.
   std::uint64_t activations = 0;
@@ -140,7 +145,8 @@ struct PoolBytes {
 struct HostBytes {
   // Master, m and v: 12 bytes for each offloaded element that this rank updates, and less where
   // ShardingOptions::moments or master_weights keep them in fewer. Tier kFile: none. Adafactor: the factors
-  // and sums of offloaded units are here in both tiers.
+  // and sums of offloaded units are here in both tiers. Muon: so are v and the updates of matrices; and the
+  // memory that a matrix is orthogonalised in, with offload or without.
   std::uint64_t optimizer = 0;
   // Gradients that wait for the update of their unit, in the gradient type. With K > 1 (Accumulate::kShard,
   // stages 1 to 3) micro-steps add up here, in fp32. Where parameters stay on the device, an updated 2-byte
@@ -269,6 +275,7 @@ enum class Role : std::uint8_t {
   kFactors,         // Adafactor: the factors of all parameters of the unit, on every rank.
   kFactorSums,      // Adafactor: sums over ranks, and then the new factors, on the device;
   kHostFactorSums,  // and the same on the host, for an offloaded unit.
+  kOrthogonal,      // Muon: the updated range of momentum, and then of orthogonalised updates, in fp32.
   kHostGradients,   // The updated range of the gradient on the host: offloaded units.
   kTrainableSlice,  // The offloaded trainable slice, in a 2-byte type. In fp32 it is the master.
   kFrozenSlice,     // The offloaded frozen slice.
@@ -287,6 +294,8 @@ enum class Role : std::uint8_t {
   kSaved,         // The copy of the values that a thread saves.
   kSquares,       // Adafactor: two sums of each trainable parameter, of this rank and then of all ranks.
   kHostSquares,   // The same on the host.
+  kMatrices,    // Muon: momentum of all ranks, and then the orthogonalised matrices of this rank, of a unit.
+  kMatrixWork,  // Muon: one matrix on the host, and the scratch of orthogonalise().
 };
 
 // A run of bytes in one pool. The placements of a pool follow each other without gaps, in the order of the
@@ -336,6 +345,16 @@ struct Plan {
   // Adafactor: fp32 factors by unit, padded to a multiple of the ranks; otherwise empty.
   std::vector<std::uint64_t> factor_counts;
   std::uint64_t square_count = 0;  // Adafactor: doubles of one rank, two for each trainable parameter.
+  // Muon: by unit; otherwise empty.
+  struct MuonUnit {
+    bool has_matrices = false;
+    // Elements with a v, which are those of no matrix: in the updated range of the rank with the most, and in
+    // the part that a rank saves.
+    std::uint64_t v_count = 0;
+    std::uint64_t saved_v_count = 0;
+  };
+  std::vector<MuonUnit> muon;
+  std::uint64_t matrix_work_count = 0;  // Muon: fp32 elements of kMatrixWork.
 
   // Sums over `placements`.
   //

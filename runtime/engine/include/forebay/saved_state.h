@@ -23,7 +23,8 @@ namespace forebay {
 
 enum class SavedField : std::uint8_t {
   kMaster,  // The fp32 weights, and the values of frozen parameters.
-  kM,       // The optimizer's first and second moments; SGD and Lion have no v, Adafactor neither.
+  kM,       // The optimizer's first and second moments; SGD and Lion have no v, nor have matrices
+             // of Muon; Adafactor has neither.
   kV,
   kAverage,  // The moving average of the weights (ShardingOptions::ema).
 };
