@@ -127,9 +127,12 @@ std::int32_t add_unit(EngineObject& object, const std::string& name, bool reads)
 }
 std::int32_t add_parameter(EngineObject& object, std::int32_t unit, const ParameterShape& p) {
   unit_of(object, unit);
-  return object.engine != nullptr
-             ? object.engine->add_parameter(unit, p.name, p.count, p.group, p.frozen, p.replicated).index
-             : object.description.add_parameter(unit, p);
+  if (object.engine == nullptr) return object.description.add_parameter(unit, p);
+  const ParameterId added =
+      object.engine->add_parameter(unit, p.name, p.count, p.group, p.frozen, p.replicated);
+  if (p.elementwise) object.engine->declare_elementwise(added);
+  if (!p.shape.empty()) object.engine->declare_shape(added, {p.shape.data(), p.shape.size()});
+  return added.index;
 }
 std::int32_t tie(EngineObject& object, std::int32_t unit, ParameterId owner) {
   return object.engine != nullptr ? object.engine->tie(unit, owner)
@@ -290,11 +293,18 @@ std::int32_t forebay_engine_add_parameter(forebay_engine* engine, std::int32_t u
                                           std::int32_t* index) {
   return guarded(__func__, [&] {
     FOREBAY_REQUIRE(name, index);
-    check_flags(flags, FOREBAY_FROZEN | FOREBAY_REPLICATED | FOREBAY_OPTIONAL);
+    check_flags(flags, FOREBAY_FROZEN | FOREBAY_REPLICATED | FOREBAY_OPTIONAL | FOREBAY_ELEMENTWISE);
     const bool frozen = (flags & FOREBAY_FROZEN) != 0;
     const bool replicated = (flags & FOREBAY_REPLICATED) != 0;
     const auto held = hold(engine);
-    *index = add_parameter(*held, unit, {name, count, group, frozen, replicated});
+    const bool elementwise = (flags & FOREBAY_ELEMENTWISE) != 0;
+    *index = add_parameter(*held, unit,
+                           {.name = name,
+                            .count = count,
+                            .group = group,
+                            .frozen = frozen,
+                            .replicated = replicated,
+                            .elementwise = elementwise});
     if ((flags & FOREBAY_OPTIONAL) != 0 && held->engine != nullptr)
       held->engine->declare_optional({unit, *index});
   });

@@ -21,6 +21,7 @@ constexpr Pair kCalls[] = {
     {"commit", "forebay_engine_commit"},
     {"committed_plan", "forebay_engine_report"},
     {"declare_activations", "forebay_engine_declare_activations"},
+    {"declare_elementwise", "FOREBAY_ELEMENTWISE"},
     {"declare_optional", "FOREBAY_OPTIONAL"},
     {"declare_shape", "forebay_engine_declare_shape"},
     {"declare_split", "forebay_engine_declare_split"},

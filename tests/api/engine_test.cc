@@ -183,6 +183,23 @@ TEST(CApiEngine, PlansTheFactorsOfDeclaredShapes) {
   EXPECT_LT(bytes[1], bytes[0]);
 }
 
+// A matrix of Muon is gathered whole.
+TEST(CApiEngine, PlansMuonsMatricesWithoutTheElementwise) {
+  std::uint64_t bytes[2] = {};
+  for (const bool elementwise : {false, true}) {
+    const auto plan = c::make<c::Engine>(forebay_engine_plan,
+                                         c::Options{{"optimizer", "muon"}, {"muon-rate", "match-rms-adamw"}});
+    const auto unit = c::get<std::int32_t>(forebay_engine_add_unit, plan, "unit", 0);
+    const auto w = c::get<std::int32_t>(forebay_engine_add_parameter, plan, unit, "w", 256 * 1024, 0,
+                                        elementwise ? FOREBAY_ELEMENTWISE : 0);
+    const std::uint64_t shape[] = {256, 1024};
+    ASSERT_OK(forebay_engine_declare_shape(plan, unit, w, shape, 2));
+    const auto report = nlohmann::json::parse(c::get<const char*>(forebay_engine_report, plan));
+    bytes[elementwise ? 1 : 0] = report["plan"]["bytes"]["buckets"];
+  }
+  EXPECT_EQ(bytes[0], bytes[1] + 2 * 256 * 1024 * 4);
+}
+
 TEST(CApiEngine, RefusesAReleaseOnAnotherStream) {
   One one;
   one.commit();

@@ -498,6 +498,7 @@ FOREBAY_API void forebay_timeline_destroy(forebay_timeline* timeline);
 #define FOREBAY_FROZEN 1                 /* Parameter: neither reduced nor updated. */
 #define FOREBAY_REPLICATED 2             /* Parameter: every tensor-parallel rank has it whole. */
 #define FOREBAY_OPTIONAL 4               /* Parameter: its gradient may be left out where others may not. */
+#define FOREBAY_ELEMENTWISE 8            /* Parameter: Muon updates it by AdamW: an embedding or a head. */
 
 /* Makes an engine over the ranks of `communicator`, on the same device. `grid`: all tensor- and
  * pipeline-parallel ranks together, from which `communicator` was split. Takes no device memory yet.
@@ -523,15 +524,15 @@ FOREBAY_API int32_t forebay_engine_add_unit(forebay_engine* engine, const char* 
                                             int32_t* unit);
 
 /* Adds a parameter. `name` is unique in the model. `group`: the parameter group, for
- * forebay_hyperparameter(). `flags`: 0, or FOREBAY_FROZEN, FOREBAY_REPLICATED and FOREBAY_OPTIONAL combined.
- * `index` counts within the unit. */
+ * forebay_hyperparameter(). `flags`: 0, or FOREBAY_FROZEN, FOREBAY_REPLICATED, FOREBAY_OPTIONAL and
+ * FOREBAY_ELEMENTWISE combined. `index` counts within the unit. */
 FOREBAY_API int32_t forebay_engine_add_parameter(forebay_engine* engine, int32_t unit, const char* name,
                                                  uint64_t count, int32_t group, int32_t flags,
                                                  int32_t* index);
 
 /* Declares the dimensions of a parameter, which saved state keeps for the tools that read it and from which
- * Adafactor makes its factors. Their product is the parameter's count. For an engine that only plans, too.
- * Order: before commit. */
+ * Adafactor makes its factors. Muon takes a parameter of two dimensions for a matrix. Their product is the
+ * parameter's count. For an engine that only plans, too. Order: before commit. */
 FOREBAY_API int32_t forebay_engine_declare_shape(forebay_engine* engine, int32_t unit, int32_t index,
                                                  const uint64_t* shape, uint64_t dimension_count);
 

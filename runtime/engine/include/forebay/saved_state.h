@@ -24,7 +24,7 @@ namespace forebay {
 enum class SavedField : std::uint8_t {
   kMaster,  // The fp32 weights, and the values of frozen parameters.
   kM,       // The optimizer's first and second moments; SGD and Lion have no v, nor have matrices
-             // of Muon; Adafactor has neither.
+            // of Muon; Adafactor has neither.
   kV,
   kAverage,  // The moving average of the weights (ShardingOptions::ema).
 };
