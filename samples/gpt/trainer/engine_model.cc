@@ -28,6 +28,8 @@ EngineModel::EngineModel(Engine& engine, const std::vector<GptUnit>& units, Comp
       engine.declare_shape(added, std::vector<std::uint64_t>(parameter.shape.begin(), parameter.shape.end()));
       if (parameter.split) engine.declare_split(added, *parameter.split);
       if (is_token_embedding(parameter.name)) tokens = added;
+      if (is_embedding || is_token_embedding(parameter.name) || parameter.name == "lm_head.weight")
+        engine.declare_elementwise(added);
     }
     if (!unit.is_computed) {
       tokens_ = id;

@@ -665,6 +665,7 @@ std::vector<std::pair<std::string, std::string>> training_of(const TrainerOption
     all.emplace_back("tied-head", o.model.tied_head ? "yes" : "no");
   }
   if (o.optimizer != Optimizer::kAdamW) all.emplace_back("optimizer", option_text(o, "optimizer"));
+  if (o.muon_matches_rms) all.emplace_back("muon-rate", option_text(o, "muon-rate"));
   if (o.moments != MomentFormat::kFloat32) all.emplace_back("moments", option_text(o, "moments"));
   if (!o.master_weights) all.emplace_back("master-weights", option_text(o, "master-weights"));
   if (o.ema > 0) all.emplace_back("ema", exact(o.ema));
