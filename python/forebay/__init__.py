@@ -17,7 +17,7 @@ from forebay._library import (Corruption, Error, InputOutputError, Internal, Inv
 from forebay.core import (Arena, Checkpointer, Communicator, Device, Engine, LocalGroup, Options, PinnedPool,
                           StepResult, devices, explain, plan, simulate, version)
 
-_TORCH = ("Adafactor", "Adam", "AdamW", "Lion", "SGD", "shard", "wrap", "gathered", "load", "save", "restore", "report", "digest",
+_TORCH = ("Adafactor", "Adam", "AdamW", "Lion", "Muon", "SGD", "shard", "wrap", "gathered", "load", "save", "restore", "report", "digest",
           "offload_activations")
 _ALLOCATOR = ("enable_allocator", "memory_pool")
 

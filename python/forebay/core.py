@@ -21,7 +21,7 @@ from forebay._library import Error, Handle, InvalidArgument, OutOfMemory, Unavai
 NO_STREAM = ctypes.c_void_p(-1).value  # Blocks that only the host uses.
 PERSISTENT, FIXED, PAUSABLE = 1, 2, 4
 BACKWARD_READS_NOTHING = 1
-FROZEN, REPLICATED, OPTIONAL = 1, 2, 4
+FROZEN, REPLICATED, OPTIONAL, ELEMENTWISE = 1, 2, 4, 8
 WHOLE_STEP = -1
 DTYPES = {"fp32": 0, "bf16": 1, "fp16": 2}
 

@@ -190,8 +190,75 @@ class Product(torch.nn.Module):
         return (self.weight * gradient).sum()
 
 
-@unittest.skipUnless(hasattr(torch.optim, "Adafactor"), "this PyTorch has no Adafactor")
+def orthogonal(u):
+    """The steps of torch.optim.Muon in the type of u."""
+    is_tall = u.shape[0] > u.shape[1]
+    x = u.T if is_tall else u
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(5):
+        gram = x @ x.T
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return x.T if is_tall else x
+
+
 class Reference(unittest.TestCase):
+    def test_muon_is_that_of_torch(self):
+        """After 50 steps, to 1e-5 of torch's formulas in fp64, and of torch, whose products are bf16, as near as these are."""
+        seed = int(os.environ.get("FOREBAY_TEST_SEED", "3"))
+        print(f"FOREBAY_TEST_SEED={seed}")
+        lr, decay, momentum, steps = 1e-3, 0.1, 0.95, 50
+        for shape, rate in (((50, 100), None), ((100, 50), "original"), ((100, 50), "match_rms_adamw"), ((1, 700), None)):
+            torch.manual_seed(seed)
+            start, gradients = torch.randn(shape), torch.randn(steps, *shape)
+
+            def trained(make, model):
+                optimizer = make(model.parameters(), lr=lr, weight_decay=decay, momentum=momentum, adjust_lr_fn=rate)
+                for gradient in gradients:
+                    model(gradient).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                return model.state_dict()["weight"].double()
+
+            actual = trained(forebay.Muon, forebay.shard(Product(start), stage=3))
+            rows, columns = shape
+            ratio = 0.2 * max(shape) ** 0.5 if rate == "match_rms_adamw" else max(1.0, rows / columns) ** 0.5
+            p, m = start.double(), torch.zeros(shape, dtype=torch.float64)
+            for gradient in gradients.double():
+                m = momentum * m + (1 - momentum) * gradient
+                p = p * (1 - lr * decay) - lr * ratio * orthogonal(momentum * m + (1 - momentum) * gradient)
+            self.assertLessEqual((actual - p).abs().max().item(), 1e-5, (shape, rate))
+            if hasattr(torch.optim, "Muon"):
+                moved = (p - start).norm().item()
+                from_torch = (actual - trained(torch.optim.Muon, Product(start))).norm().item()
+                self.assertLessEqual(from_torch, 0.05 * moved, (shape, rate))
+
+    def test_muon_updates_other_parameters_by_adamw(self):
+        """Bit for bit as AdamW does, where the matrices' gradients are no others' input."""
+        class Parts(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                torch.manual_seed(5)
+                self.table, self.line = torch.nn.Embedding(20, 8), torch.nn.Linear(8, 8)
+
+            def forward(self, gradient):
+                return (self.table.weight * gradient).sum() + (self.line.bias * gradient[0]).sum() + (
+                    self.line.weight * gradient[:8]).sum()
+
+        results = []
+        for make in (lambda model: forebay.Muon(model, lr=1e-2, weight_decay=0.1, betas=(0.8, 0.9), eps=1e-6),
+                     lambda model: forebay.AdamW(model, lr=1e-2, weight_decay=0.1, betas=(0.8, 0.9), eps=1e-6)):
+            model = forebay.shard(Parts(), stage=2, offload="optimizer")
+            optimizer = make(model)
+            for step in range(5):
+                model(torch.randn(20, 8, generator=torch.Generator().manual_seed(step))).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            results.append(model.state_dict())
+        for name in ("table.weight", "line.bias"):
+            self.assertTrue(torch.equal(results[0][name], results[1][name]), name)
+        self.assertFalse(torch.equal(results[0]["line.weight"], results[1]["line.weight"]))
+
+    @unittest.skipUnless(hasattr(torch.optim, "Adafactor"), "this PyTorch has no Adafactor")
     def test_adafactor_is_that_of_torch(self):
         """To 1e-5 after 50 steps in fp32, and to torch in fp64."""
         seed = int(os.environ.get("FOREBAY_TEST_SEED", "3"))

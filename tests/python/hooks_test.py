@@ -394,6 +394,33 @@ class Optimizers(unittest.TestCase):
         with self.assertRaisesRegex(forebay.Unsupported, "Lion cannot run in shards"):
             rule_of(Lion, eight_bit=True)
 
+    def test_what_muon_refuses(self):
+        def muon(groups, **values):
+            model = sharded(models.make())
+            with mock.patch.object(Sharded, "make_engine", lambda self: FakeEngine()):
+                try:
+                    return forebay.Muon(model, groups(model), **values)
+                finally:
+                    model._forebay.guard and model._forebay.guard.leave()
+
+        def apart(model, **values):
+            matrices = [p for p in model.parameters() if p.dim() == 2]
+            return [{"params": matrices, **values}, {"params": [p for p in model.parameters() if p.dim() != 2],
+                                                     "use_muon": False}]
+
+        self.assertEqual(muon(apart).rule, "muon")
+        with self.assertRaisesRegex(forebay.InvalidArgument, "has 1 dimensions, and Muon updates matrices.*use_muon=False"):
+            muon(lambda model: [{"params": list(model.parameters())}])
+        with self.assertRaisesRegex(forebay.Unsupported, "adjust_lr_fn is spectral_unclamped; use original"):
+            muon(apart, adjust_lr_fn="spectral_unclamped")
+        with self.assertRaisesRegex(forebay.Unsupported, "nesterov=False; forebay updates by plain Muon"):
+            muon(apart, nesterov=False)
+        with self.assertRaisesRegex(forebay.Unsupported, "ns_steps=3; forebay"):
+            muon(lambda model: apart(model, ns_steps=3))
+        with self.assertRaisesRegex(forebay.Unsupported, "AdamW and AdamW over one model"):
+            model = sharded(models.make())
+            forebay.wrap(torch.optim.AdamW(model.parameters()), torch.optim.AdamW(model.parameters()))
+
 
 class Reader(nn.Module):
     """Reads a parameter of a module that it does not call."""

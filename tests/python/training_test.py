@@ -101,6 +101,59 @@ class OneRank(unittest.TestCase):
         self.assertEqual(len(digests), 1)
         self.assertIn((32768.0, True), scales)  # A step was skipped, and the scale was halved.
 
+    @unittest.skipUnless(hasattr(torch.optim, "Muon"), "this PyTorch has no Muon")
+    def test_muon_beside_adamw(self):
+        """Two optimizers of torch and a scheduler, wrapped as one."""
+        def made(model, wrap=None):
+            tables = {id(p) for part in (model.tokens, model.positions) for p in part.parameters()}
+            hidden = [p for p in model.parameters() if p.dim() == 2 and id(p) not in tables]
+            muon = torch.optim.Muon(hidden, lr=1e-2, adjust_lr_fn="match_rms_adamw")
+            names = {id(p) for p in hidden}
+            others = torch.optim.AdamW([p for p in model.parameters() if id(p) not in names], lr=1e-2)
+            return muon, others
+
+        digests, losses = set(), []
+        with tempfile.TemporaryDirectory() as files:
+            for options in ({"stage": 0}, {"stage": 3}, {"stage": 1, "offload": "optimizer"},
+                            {"stage": 2, "offload": "optimizer", "offload_tier": f"nvme:{files}"}):
+                model = forebay.shard(models.make(), **options)
+                muon, others = made(model)
+                optimizer = forebay.wrap(muon, others)
+                schedule = torch.optim.lr_scheduler.LinearLR(muon, 0.5, 1.0, 4)
+                losses.append(models.train(model, optimizer))
+                schedule.step()
+                self.assertGreater(optimizer.param_groups[0]["lr"], 5e-3)
+                self.assertEqual(optimizer.param_groups[1]["lr"], 1e-2)
+                digests.add(forebay.digest(model))
+        self.assertEqual(len(digests), 1)
+        plain = models.make()
+        muon, others = made(plain)
+        torch.optim.lr_scheduler.LinearLR(muon, 0.5, 1.0, 4)
+
+        class Both:
+            def step(self):
+                muon.step()
+                others.step()
+
+            def zero_grad(self):
+                muon.zero_grad()
+                others.zero_grad()
+
+        for a, b in zip(losses[0], models.train(plain, Both())):
+            self.assertLessEqual(abs(a - b), 1e-2 * abs(b))  # torch's products are bf16.
+
+    def test_muon_by_parameter_groups(self):
+        digests = set()
+        for grouped in (False, True):
+            model = forebay.shard(models.make(tied=False), stage=3)
+            tables = {id(p) for part in (model.tokens, model.positions) for p in part.parameters()}
+            hidden = [p for p in model.parameters() if p.dim() == 2 and id(p) not in tables]
+            others = [p for p in model.parameters() if p.dim() != 2 or id(p) in tables]
+            groups = [{"params": others, "use_muon": False}, {"params": hidden}] if grouped else None
+            models.train(model, forebay.Muon(model, groups, lr=1e-2))
+            digests.add(forebay.digest(model))
+        self.assertEqual(len(digests), 1)
+
     def test_other_optimizers(self):
         class Lion(torch.optim.Optimizer):
             def __init__(self, params, lr):

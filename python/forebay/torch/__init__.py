@@ -9,11 +9,11 @@ from torch import nn
 
 from forebay.torch import describe, huggingface, state, uncompiled
 from forebay.torch.activations import offload_activations
-from forebay.torch.optimizer import SGD, Adafactor, Adam, AdamW, Lion, Optimizer, wrap
+from forebay.torch.optimizer import SGD, Adafactor, Adam, AdamW, Lion, Muon, Optimizer, wrap
 from forebay.torch.sharded import Sharded
 from forebay.torch.state import digest, gathered, load, report, restore, save
 
-__all__ = ["Adafactor", "Adam", "AdamW", "Lion", "Optimizer", "SGD", "digest", "gathered", "load", "offload_activations", "report",
+__all__ = ["Adafactor", "Adam", "AdamW", "Lion", "Muon", "Optimizer", "SGD", "digest", "gathered", "load", "offload_activations", "report",
            "restore", "save", "shard", "wrap"]
 
 

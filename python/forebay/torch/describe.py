@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import difflib
-from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple
+from typing import Any, Collection, Dict, Iterable, List, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -180,15 +180,21 @@ MICRO_STEPS_MAX = 1024
 
 
 def describe(engine: core.Engine, units: Sequence[UnitPlan], names: Optional[Dict[nn.Parameter, str]] = None,
-             groups: Optional[Dict[nn.Parameter, int]] = None) -> Dict[nn.Parameter, List[Tuple[int, int]]]:
-    """Adds the units to an engine. The places of each parameter: (unit, index), the owner's first."""
+             groups: Optional[Dict[nn.Parameter, int]] = None,
+             elementwise: Collection[nn.Parameter] = ()) -> Dict[nn.Parameter, List[Tuple[int, int]]]:
+    """Adds the units to an engine. The places of each parameter: (unit, index), the owner's first.
+
+    `elementwise`: parameters that Muon updates by AdamW, though they may be matrices; tables are among them.
+    """
     places: Dict[nn.Parameter, List[Tuple[int, int]]] = {}
     for unit in units:
         index = engine.add_unit(unit.name, core.BACKWARD_READS_NOTHING if unit.is_table else 0)
         for k, p in enumerate(unit.own):
             name = names[p] if names else f"{unit.name}.{k}"
-            at = engine.add_parameter(index, name, p.numel(), (groups or {}).get(p, 0),
-                                      0 if p.requires_grad else core.FROZEN)
+            flags = 0 if p.requires_grad else core.FROZEN
+            if p in elementwise or (not groups and unit.is_table):
+                flags |= core.ELEMENTWISE
+            at = engine.add_parameter(index, name, p.numel(), (groups or {}).get(p, 0), flags)
             if p.dim() > 1:
                 engine.declare_shape(index, at, p.shape)
             places[p] = [(index, at)]

@@ -45,7 +45,7 @@ def _device_bytes(sharded: "Sharded", **changes: Any) -> int:
         options.pop(own, None)
     communicator = sharded.engine.communicator
     with core.Engine(size=communicator.size if communicator else 1, **options) as engine:
-        describe.describe(engine, sharded.plans, sharded.names, sharded.groups)
+        describe.describe(engine, sharded.plans, sharded.names, sharded.groups, sharded.elementwise)
         return engine.report()["plan"]["bytes"]["total"]
 
 

@@ -1,4 +1,4 @@
-"""The optimizers of a sharded model: AdamW, Adam, SGD, Lion and Adafactor in the engine, with the interface of torch.optim."""
+"""The optimizers of a sharded model: AdamW, Adam, SGD, Lion, Adafactor and Muon in the engine, with the interface of torch.optim."""
 
 from __future__ import annotations
 
@@ -21,13 +21,20 @@ _RULES: Dict[str, Dict[str, Any]] = {
     "sgd": {"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0},
     "lion": {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0},
     "adafactor": {"lr": 1e-2, "weight_decay": 0.0},
+    "muon": {"lr": 1e-3, "momentum": 0.95, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "use_muon": True,
+             "adjust_lr_fn": None},
 }
-_NAMES = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD", "lion": "Lion", "adafactor": "Adafactor"}
+_NAMES = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD", "lion": "Lion", "adafactor": "Adafactor", "muon": "Muon"}
 # Values of a parameter group that change the rule, and those that do not.
 _OFF = {"amsgrad": False, "maximize": False, "differentiable": False, "nesterov": False, "dampening": 0,
         "cautious_factor": 1.0, "caution": False, "corrected_weight_decay": False}
-# The constants of Adafactor, which are torch's defaults.
-_ADAFACTOR = {"eps": (None, 1e-3), "beta2_decay": -0.8, "d": 1.0}
+# The constants of a rule, which are torch's defaults.
+_CONSTANTS: Dict[str, Dict[str, Any]] = {
+    "adafactor": {"eps": (None, 1e-3), "beta2_decay": -0.8, "d": 1.0},
+    "muon": {"nesterov": True, "ns_coefficients": (3.4445, -4.7750, 2.0315), "ns_steps": 5},
+}
+# torch's names for the engine's option muon-rate.
+_RATES = {"original": "original", "match_rms_adamw": "match-rms-adamw"}
 _WITHOUT_EFFECT = ("foreach", "fused", "capturable")
 
 
@@ -42,7 +49,7 @@ class _Moments(collections.defaultdict):
 class Optimizer(torch.optim.Optimizer):
     """Updates a sharded model. Schedulers change `param_groups` as usual; forebay.wrap() shares them.
 
-    `rule`: "adamw", "adam", "sgd", "lion" or "adafactor".
+    `rule`: "adamw", "adam", "sgd", "lion", "adafactor" or "muon".
     `grad_norm`: the norm of the last step's averaged gradients, before clip_grad_norm_(); None if the step was skipped.
     `step()` is collective.
     """
@@ -55,8 +62,10 @@ class Optimizer(torch.optim.Optimizer):
         self.state = _Moments()
         self.last: Optional[core.StepResult] = None
         self.grad_norm: Optional[float] = None
-        self.wrapped: Optional[torch.optim.Optimizer] = None
+        self.wrapped: Tuple[torch.optim.Optimizer, ...] = ()
         self._check_groups()
+        if rule == "muon":
+            self._set_rate()
         given = sharded.options.get("optimizer", rule) if sharded.engine is None else sharded.rule
         if given != rule:
             raise InvalidArgument(f"the sharded model updates by {_NAMES[given]}, and the optimizer is {_NAMES[rule]}; give "
@@ -71,7 +80,7 @@ class Optimizer(torch.optim.Optimizer):
     def _check_groups(self) -> None:
         grouped = _groups_of(self.param_groups)
         for group in self.param_groups:
-            for name, off in {**_OFF, **(_ADAFACTOR if self.rule == "adafactor" else {})}.items():
+            for name, off in {**_OFF, **_CONSTANTS.get(self.rule, {})}.items():
                 if group.get(name, off) != off:
                     raise Unsupported(f"{name}={group[name]}; forebay updates by plain {_NAMES[self.rule]}, so leave it out")
         for p in self.sharded.parameters:
@@ -84,13 +93,29 @@ class Optimizer(torch.optim.Optimizer):
                 raise InvalidArgument("a parameter of the optimizer does not belong to the sharded model; give it an "
                                       "optimizer of its own")
 
+    def _set_rate(self) -> None:
+        """Muon: refuses groups of matrices that have others, and gives the engine the factor of their rates."""
+        matrices = [group for group in self.param_groups if group["use_muon"]]
+        for group in matrices:
+            for p in group["params"]:
+                if p.dim() != 2:
+                    raise InvalidArgument(f"parameter {self.sharded.names.get(p, '')} has {p.dim()} dimensions, and Muon "
+                                          "updates matrices; put it in a parameter group with use_muon=False, which AdamW "
+                                          "updates")
+        rates = {group["adjust_lr_fn"] for group in matrices}
+        if len(rates) > 1 or not rates <= {None, *_RATES}:
+            raise Unsupported(f"adjust_lr_fn is {' and '.join(sorted(map(str, rates)))}; use original or match_rms_adamw, the "
+                              "same for all parameter groups")
+        if rates and self.sharded.engine is None and rates != {None}:
+            self.sharded.options["muon_rate"] = _RATES[rates.pop()]
+
     def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self.wrapped is not None:
-            self.wrapped._opt_called = True  # Its schedulers ask for this.
+        for wrapped in self.wrapped:
+            wrapped._opt_called = True  # Its schedulers ask for this.
         scale = getattr(self, "grad_scale", None)  # GradScaler's, while gradients are scaled.
         if scale is not None:
             for gradient in self.sharded.stand_ins.values():
@@ -151,6 +176,8 @@ def _make(rule: str, model: Any, params: Any, given: Dict[str, Any], switches: D
         groups, given["lr"] = list(model), params if given["lr"] is None else given["lr"]
         sharded = _owner_of(groups)
         groups = [one for one in groups if isinstance(one, dict) or one.requires_grad]
+    if rule == "muon":
+        groups = _with_tables_apart(sharded, groups)
     configured = sharded.optimizer_defaults if sharded.options.get("optimizer", "adamw") == rule else {}
     return Optimizer(sharded, rule, groups, {**_RULES[rule], **configured,
                                              **{name: value for name, value in given.items() if value is not None},
@@ -197,20 +224,55 @@ def Adafactor(model: Any, params: Any = None, lr: Optional[float] = None,
     return _make("adafactor", model, params, {"lr": lr, "weight_decay": weight_decay}, switches)
 
 
-def wrap(optimizer: torch.optim.Optimizer) -> Optimizer:
+def Muon(model: Any, params: Any = None, lr: Optional[float] = None, momentum: Optional[float] = None,
+         weight_decay: Optional[float] = None, betas: Optional[Tuple[float, float]] = None, eps: Optional[float] = None,
+         adjust_lr_fn: Optional[str] = None, **switches: Any) -> Optimizer:
+    """torch.optim.Muon with its constants for matrices, in fp32, and AdamW for all other parameters. Else as AdamW().
+
+    `params`: parameter groups; those with use_muon=False are updated by AdamW with their `betas` and `eps`, the others
+    by Muon with their `momentum`. None, or parameters: Muon for those of two dimensions but the tables of nn.Embedding
+    and what is tied to them. An output layer that is not tied belongs in a group with use_muon=False.
+    `adjust_lr_fn`: "original" or "match_rms_adamw", with which a rate of AdamW fits all groups.
+    On a CUDA device the units have to be offloaded: shard(offload="optimizer"). Errors: Unsupported if they are not.
+    """
+    given = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "betas": betas, "eps": eps,
+             "adjust_lr_fn": adjust_lr_fn}
+    return _make("muon", model, params, given, switches)
+
+
+def _with_tables_apart(sharded: Sharded, groups: List[Any]) -> List[Any]:
+    """Parameters as two groups: matrices, and the others."""
+    if any(isinstance(one, dict) for one in groups):
+        return groups
+    tables = {p for module in sharded.model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
+    parts: Tuple[List[nn.Parameter], List[nn.Parameter]] = ([], [])
+    for p in groups:
+        parts[p.dim() == 2 and p not in tables].append(p)
+    return [{"params": part, "use_muon": bool(i)} for i, part in enumerate(parts) if part]
+
+
+def wrap(optimizer: torch.optim.Optimizer, others: Optional[torch.optim.Optimizer] = None) -> Optimizer:
     """An optimizer of the same parameter groups that updates by the engine. Collective.
 
-    `optimizer`: torch.optim.AdamW, Adam, SGD or Adafactor, or Lion of lion-pytorch or timm, over the parameters of one
-    sharded model, before its first step. Errors: Unsupported for others.
+    `optimizer`: torch.optim.AdamW, Adam, SGD, Adafactor or Muon, or Lion of lion-pytorch or timm, over the parameters of
+    one sharded model, before its first step. `others`: beside Muon, the torch.optim.AdamW of the parameters that are no
+    matrices. Errors: Unsupported for others.
     """
     if isinstance(optimizer, Optimizer):
         return optimizer
     rule = _rule_of(optimizer)
-    if optimizer.state:
+    wrapped = (optimizer,) if others is None else (optimizer, others)
+    if others is not None and (rule != "muon" or _rule_of(others) != "adamw"):
+        raise Unsupported(f"{type(optimizer).__name__} and {type(others).__name__} over one model; give Muon, and an AdamW of "
+                          "the parameters that are no matrices")
+    if any(one.state for one in wrapped):
         raise InvalidArgument("the optimizer has made a step, and its moments cannot move; wrap it before the first")
-    groups = optimizer.param_groups
+    groups = [group for one in wrapped for group in one.param_groups]
+    if rule == "muon":
+        for group in groups:
+            group["use_muon"] = "momentum" in group
     made = Optimizer(_owner_of(groups), rule, [dict(group) for group in groups], dict(optimizer.defaults))
-    made.param_groups, made.wrapped = groups, optimizer  # Schedulers of the given optimizer go on working.
+    made.param_groups, made.wrapped = groups, wrapped  # Schedulers of the given optimizers go on working.
     return made
 
 
@@ -224,13 +286,15 @@ def _rule_of(optimizer: torch.optim.Optimizer) -> str:
             return "adamw" if decoupled.pop() else "adam"
     if kind is torch.optim.SGD:
         return "sgd"
-    if kind is getattr(torch.optim, "Adafactor", None):  # Not in PyTorch 2.4.
+    if kind is getattr(torch.optim, "Adafactor", ()):  # Not in PyTorch 2.4.
         return "adafactor"
+    if kind is getattr(torch.optim, "Muon", ()):  # Not before PyTorch 2.9.
+        return "muon"
     known = {"params", "initial_lr", *_RULES["lion"], *_OFF, *_WITHOUT_EFFECT}
     if (kind.__name__ == "Lion" and all(known.issuperset(group) for group in optimizer.param_groups)
             and not getattr(optimizer, "decoupled_wd", False)):
         return "lion"
-    raise Unsupported(f"{kind.__name__} cannot run in shards; use torch.optim.AdamW, Adam, SGD or Adafactor, or "
+    raise Unsupported(f"{kind.__name__} cannot run in shards; use torch.optim.AdamW, Adam, SGD, Adafactor or Muon, or "
                       "forebay.Lion(model)")
 
 
@@ -253,8 +317,8 @@ def _refuse_other(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             if getattr(p, "_forebay", None) is not None:
                 raise InvalidArgument(
                     f"{type(optimizer).__name__}.step() over parameters of a sharded model; use forebay.AdamW(model, "
-                    "lr=...), or forebay.wrap(optimizer) for AdamW, Adam, SGD, Lion and Adafactor, and call "
-                    "its step()")
+                    "lr=...), or forebay.wrap(optimizer) for AdamW, Adam, SGD, Lion, Adafactor and Muon, and "
+                    "call its step()")
 
 
 register_optimizer_step_pre_hook(_refuse_other)

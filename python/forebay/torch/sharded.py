@@ -266,9 +266,10 @@ class Sharded:
 
     def _commit(self, groups: Optional[Sequence[Dict[str, Any]]], rule: str) -> None:
         self.groups = {p: i for i, group in enumerate(groups or ()) for p in group["params"]}
+        self.elementwise = {p for group in groups or () if not group.get("use_muon", True) for p in group["params"]}
         self.rule = rule
         engine = self.make_engine()
-        self.places = describe.describe(engine, self.plans, self.names, self.groups)
+        self.places = describe.describe(engine, self.plans, self.names, self.groups, self.elementwise)
         self._compare_values(engine.communicator)
         engine.commit()
         self.engine = engine
@@ -616,9 +617,10 @@ class Sharded:
             values = {"lr": group["lr"], "weight-decay": group["weight_decay"]}
             if "betas" in group:
                 values["beta1"], values["beta2"] = group["betas"]
-            if "eps" in group and self.rule != "adafactor":
+            is_muon = self.rule == "muon" and group["use_muon"]
+            if "eps" in group and self.rule != "adafactor" and not is_muon:
                 values["epsilon"] = group["eps"]
-            if self.rule == "sgd":
+            if self.rule == "sgd" or is_muon:
                 values["beta1"] = group["momentum"]
             for name, value in values.items():
                 self.engine.hyperparameter(name, float(value), i)
