@@ -22,7 +22,7 @@ struct Extent {
   std::uint64_t count() const { return rows * columns; }
 };
 // More and fewer rows than columns, less than a vector, tiles and panels that are not whole.
-constexpr Extent kExtents[] = {{37, 53}, {130, 70}, {1, 129}, {600, 1}, {5, 3}, {200, 200}, {64, 300}};
+constexpr Extent kExtents[] = {{37, 53}, {130, 70}, {1, 129}, {600, 1}, {5, 3}, {193, 193}, {64, 140}};
 
 // Smaller ones, for fifty steps in double.
 constexpr Extent kReferenceExtents[] = {{37, 53}, {70, 40}, {1, 129}, {600, 1}, {5, 3}, {40, 40}};
@@ -208,14 +208,13 @@ TEST(HostMuon, EveryInstructionSetAndThreadCountGivesTheBitsOfThePlainLoops) {
     int targets = 0;
     for (std::int64_t rest = hwy::SupportedTargets(); rest != 0; rest &= rest - 1, ++targets) {
       hwy::SetSupportedTargetsForTest(rest & -rest);
-      for (const BlockRunner* runner : {&one, &three}) {
-        const std::vector<float> actual = orthogonal(e, u, *runner);
-        EXPECT_EQ(std::memcmp(actual.data(), expected.data(), 4 * actual.size()), 0)
-            << e.rows << " x " << e.columns << " on " << hwy::TargetName(rest & -rest);
-      }
+      const std::vector<float> actual = orthogonal(e, u, three);
+      EXPECT_EQ(std::memcmp(actual.data(), expected.data(), 4 * actual.size()), 0)
+          << e.rows << " x " << e.columns << " on " << hwy::TargetName(rest & -rest);
     }
     hwy::SetSupportedTargetsForTest(0);
     EXPECT_GE(targets, 1);
+    EXPECT_EQ(orthogonal(e, u, one), expected) << e.rows << " x " << e.columns << " on one thread";
   }
 }
 
