@@ -72,12 +72,17 @@ bool is_own_master(const PlanOptions& options) {
   return options.dtype == DataType::kFloat32 || !options.master_weights;
 }
 
+// Bytes of Muon that files do not take: the update of a matrix, or the v of another parameter.
+std::uint64_t width_in_memory(const PlanOptions& options) {
+  return options.optimizer == Optimizer::kMuon ? sizeof(float) : 0;
+}
+
 // Master, moments and moving average, without the exponents of block8.
 std::uint64_t state_width(const PlanOptions& options) {
   const std::uint64_t moments =
       (has_first_moment(options.optimizer) ? 1 : 0) + (has_second_moment(options.optimizer) ? 1 : 0);
   return (is_own_master(options) ? element_bytes(options.dtype) : 4) +
-         moments * moment_bytes(options.moments, 1) + (options.ema > 0 ? 4 : 0);
+         moments * moment_bytes(options.moments, 1) + (options.ema > 0 ? 4 : 0) + width_in_memory(options);
 }
 
 std::uint64_t optimizer_width(const PlanOptions& options) {
@@ -100,8 +105,9 @@ std::string below_device_formula(const PlanOptions& options) {
       options.offload == Offload::kOptimizerAndParameters && !is_own_master(options) ? element : 0;
   if (options.tier == Tier::kPinned)
     return "pinned " + times(state_width(options) + element + parameters, what);
-  return "pinned " + times(element, what) + " and staging; files " +
-         times(state_width(options) + parameters, what);
+  const std::uint64_t in_memory = width_in_memory(options);
+  return "pinned " + times(element + in_memory, what) + " and staging; files " +
+         times(state_width(options) - in_memory + parameters, what);
 }
 
 // "2Psi + 14Psi/N", in bytes: states that every rank keeps whole, and states of which it keeps a shard.
@@ -135,6 +141,8 @@ std::string states_formula(const PlanOptions& options) {
 }
 
 std::string wire_formula(const PlanOptions& options) {
+  const std::string matrices =
+      options.optimizer == Optimizer::kMuon ? ", and 2Psi(N-1)/N of 4 for layers with matrices" : "";
   if (options.in_groups()) {
     const std::uint64_t reductions =
         options.accumulate == Accumulate::kLocal ? 1 : static_cast<std::uint64_t>(options.micro_steps);
@@ -143,10 +151,11 @@ std::string wire_formula(const PlanOptions& options) {
     return times(reductions, "Psi(G-1)/G") + " + " +
            times(gathers, options.shard_within_group ? "Psi(G-1)/G" : "Psi(N-1)/N") + " elements of " +
            std::to_string(element_bytes(options.dtype)) + " bytes, and " +
-           times(options.shard_within_group ? 2 * reductions : reductions, "Psi(N/G-1)/N") + " of 4";
+           times(options.shard_within_group ? 2 * reductions : reductions, "Psi(N/G-1)/N") + " of 4" +
+           matrices;
   }
   return times(wire_passes(options), "Psi(N-1)/N") + " elements of " +
-         std::to_string(element_bytes(options.dtype)) + " bytes";
+         std::to_string(element_bytes(options.dtype)) + " bytes" + matrices;
 }
 
 // With hybrid sharding, N becomes G.

@@ -462,9 +462,10 @@ double model_state_formula_bytes(const RunReport& run) {
   const bool shard_accumulator = run.micro_steps > 1 && run.accumulate == "shard";
   const double element = run.dtype == "fp32" ? 4 : 2;
   const double moment = run.moments == "bf16" ? 2 : run.moments == "block8" ? 1 + 1 / 256.0 : 4;
-  const double moments = run.optimizer == "adafactor"                                                   ? 0
-                         : run.optimizer == "sgd" || run.optimizer == "lion" || run.optimizer == "muon" ? 1
-                                                                                                        : 2;
+  // Muon: the update of a matrix takes the place of its v.
+  const double moments = run.optimizer == "adafactor"                        ? 0
+                         : run.optimizer == "sgd" || run.optimizer == "lion" ? 1
+                                                                             : 2;
   const bool has_master = run.dtype != "fp32" && run.master_weights;  // Else the parameter is the master.
   const double optimizer = moments * moment + (has_master ? 4 : 0) + (run.ema > 0 ? 4 : 0);
   const bool parameters_leave = run.offload == "optimizer+parameters";

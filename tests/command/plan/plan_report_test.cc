@@ -516,6 +516,14 @@ TEST(PlanReport, CountsWhatIsInFilesAndWhatMoves) {
   EXPECT_EQ(report.bytes.pinned, report.host.total());
   EXPECT_EQ(report.below_device_formula, "pinned 2Psi/N and staging; files 12Psi/N");
 
+  // A third of the bytes stays in memory.
+  request.options.optimizer = Optimizer::kMuon;
+  report = make_plan_report(request).value();
+  near(report.file.optimizer, 8 * kShard);
+  near(report.host.optimizer, 4 * kShard);
+  EXPECT_EQ(report.below_device_formula, "pinned 6Psi/N and staging; files 8Psi/N");
+  request.options.optimizer = Optimizer::kAdamW;
+
   request.options.offload = Offload::kOptimizerAndParameters;
   report = make_plan_report(request).value();
   EXPECT_EQ(report.bytes.parameters, 0u);
