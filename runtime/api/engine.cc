@@ -102,6 +102,16 @@ void narrow(DataType type, const float* wide, std::uint64_t count, void* values)
   }
 }
 
+// PyTorch has as many. Larger: memory that is no shape is read if the count is wrong.
+constexpr std::uint64_t kMostDimensions = 64;
+
+void check_dimensions(std::uint64_t count) {
+  if (count > kMostDimensions) {
+    misuse("dimension_count is " + std::to_string(count) + "; a tensor has at most " +
+           std::to_string(kMostDimensions) + " dimensions");
+  }
+}
+
 // The latest lease of a unit that is alive.
 template <typename Wanted>
 EngineObject::LiveLease* find_lease(EngineObject& object, std::int32_t unit, Wanted wanted) {
@@ -315,6 +325,7 @@ std::int32_t forebay_engine_declare_shape(forebay_engine* engine, std::int32_t u
   return guarded(__func__, [&] {
     if (shape == nullptr && dimension_count != 0)
       misuse("shape is null and has dimensions; give an address, or no dimensions");
+    check_dimensions(dimension_count);
     const auto held = hold(engine);
     const ParameterId id = resolve(*held, unit, index);
     if (held->engine != nullptr) return held->engine->declare_shape(id, {shape, dimension_count});
@@ -338,6 +349,7 @@ std::int32_t forebay_engine_declare_split(forebay_engine* engine, std::int32_t u
                                           std::uint64_t parts) {
   return guarded(__func__, [&] {
     if (shape == nullptr) misuse("shape is null; give the dimensions of the whole tensor");
+    check_dimensions(dimension_count);
     const auto held = hold(engine);
     engine_of(*held).declare_split(resolve(*held, unit, index), {.shape = {shape, shape + dimension_count},
                                                                  .dimension = dimension,

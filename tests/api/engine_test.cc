@@ -174,6 +174,12 @@ TEST(CApiEngine, PlansTheFactorsOfDeclaredShapes) {
     const std::uint64_t wrong[] = {256, 1023}, shape[] = {256, 1024};
     EXPECT_EQ(forebay_engine_declare_shape(plan, unit, w, wrong, 2), FOREBAY_INVALID_ARGUMENT);
     EXPECT_NE(last_error().find("262144 elements"), std::string::npos) << last_error();
+    // A count that is not read far beyond the array.
+    EXPECT_EQ(forebay_engine_declare_shape(plan, unit, w, wrong, UINT64_MAX), FOREBAY_INVALID_ARGUMENT);
+    EXPECT_NE(last_error().find("at most 64"), std::string::npos);
+    EXPECT_EQ(forebay_engine_declare_split(plan, unit, w, wrong, UINT64_MAX, 0, 1, 0, 1),
+              FOREBAY_INVALID_ARGUMENT);
+    EXPECT_NE(last_error().find("at most 64"), std::string::npos);
     if (declared) {
       ASSERT_OK(forebay_engine_declare_shape(plan, unit, w, shape, 2));
     }
