@@ -10,6 +10,7 @@
 #include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "forebay/model_backend.h"
 #include "runtime/command/replay/trace_replay.h"
@@ -95,6 +96,80 @@ TEST_P(ArenaFamilies, WasteLittleFromTheFirstPassAndSettle) {
   EXPECT_LE(first.worst, bounds.first_worst);
   EXPECT_LE(last.mean(), bounds.last_mean);
   EXPECT_LE(last.worst, bounds.last_worst);
+}
+
+// The least share of the memory held that a job of the Robson family wastes when its first blocks, up to the
+// first free, lie side by side, as they must where they fill the memory. Those that stay keep the rests of
+// the granules at their ends. A later block begins in at most one rest and ends in at most one, and fills
+// whole granules between them, so it uses at most its bytes beyond whole granules and one granule more of all
+// rests.
+double side_by_side_waste(const AllocationTrace& trace, std::uint64_t granule_bytes) {
+  const auto rounded = [&](std::size_t block) { return round_up(trace.blocks[block].bytes, 512); };
+  const auto first_free = static_cast<std::size_t>(
+      std::find_if(trace.events.begin(), trace.events.end(), [](const auto& e) { return e.is_free; }) -
+      trace.events.begin());
+  std::vector<std::uint64_t> granule_used;
+  std::vector<std::uint64_t> offset_of(trace.blocks.size(), UINT64_MAX);
+  std::uint64_t end = 0;
+  std::uint64_t live_bytes = 0;
+  std::uint64_t later_bytes = 0;  // The most that the later blocks use of all rests.
+  double worst = 0;
+  const auto add = [&](std::size_t block, bool add_bytes) {
+    const std::uint64_t bytes = rounded(block);
+    live_bytes += add_bytes ? bytes : -bytes;
+    if (offset_of[block] == UINT64_MAX) {
+      const std::uint64_t used_bytes = bytes % granule_bytes + granule_bytes;
+      later_bytes += add_bytes ? used_bytes : -used_bytes;
+      return;
+    }
+    for (std::uint64_t at = offset_of[block]; at < offset_of[block] + bytes;) {
+      const std::uint64_t next = std::min(offset_of[block] + bytes, (at / granule_bytes + 1) * granule_bytes);
+      granule_used[at / granule_bytes] += add_bytes ? next - at : at - next;
+      at = next;
+    }
+  };
+  for (std::size_t i = 0; i < trace.events.size(); ++i) {
+    const auto& event = trace.events[i];
+    if (i < first_free) {
+      offset_of[event.block] = end;
+      end += rounded(event.block);
+      granule_used.resize(end / granule_bytes + 1);
+    }
+    add(event.block, !event.is_free);
+    // A phase ends before the first of its blocks is freed.
+    if (i < first_free || event.is_free || (i + 1 < trace.events.size() && !trace.events[i + 1].is_free))
+      continue;
+    std::uint64_t rest_bytes = 0;
+    for (const std::uint64_t used : granule_used) rest_bytes += used == 0 ? 0 : granule_bytes - used;
+    const std::uint64_t wasted_bytes = rest_bytes - std::min(rest_bytes, later_bytes);
+    const auto held_bytes = static_cast<double>(live_bytes + wasted_bytes);
+    worst = std::max(worst, 1 - static_cast<double>(trace.peak_requested_bytes()) / held_bytes);
+  }
+  return worst;
+}
+
+TEST(ArenaFamilyBounds, RobsonJobsWasteMoreThanTwoPercentSideBySideAndTheArenaLittleMoreThanThat) {
+  double worst = 0;
+  for (int seed = 1; seed <= kSeedCount; ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    const AllocationTrace trace = FamilyMaker(Family::kRobson, static_cast<std::uint64_t>(seed)).make();
+    const double bound = side_by_side_waste(trace, 2_MiB);
+    worst = std::max(worst, bound);
+    if (bound < 0.02) continue;
+    ModelBackendOptions options;
+    options.memory_bytes = 128_GiB;
+    const std::unique_ptr<ModelBackend> backend = std::move(ModelBackend::create(std::move(options))).value();
+
+    const ReplayResult result = replay_trace(trace, *backend, ReplayTarget::kArena,
+                                             {.passes = kPasses, .timed = false, .progress = {}})
+                                    .value();
+
+    EXPECT_GE(result.last_fragmentation(), bound) << "the first blocks do not lie side by side";
+    EXPECT_LE(result.last_fragmentation(), bound + 0.01);
+    std::printf("Robson, seed %2d: at least %.2f %%, the arena %.2f %%\n", seed, 100 * bound,
+                100 * result.last_fragmentation());
+  }
+  EXPECT_GT(worst, 0.03);
 }
 
 INSTANTIATE_TEST_SUITE_P(Of, ArenaFamilies,
