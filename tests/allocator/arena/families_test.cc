@@ -99,7 +99,7 @@ TEST_P(ArenaFamilies, WasteLittleFromTheFirstPassAndSettle) {
 }
 
 // The least share of the memory held that a job of the Robson family wastes when its first blocks, up to the
-// first free, lie side by side, as they must where they fill the memory. Those that stay keep the rests of
+// first free, lie side by side, as they must where they fill the memory. The ones that stay keep the rests of
 // the granules at their ends. A later block begins in at most one rest and ends in at most one, and fills
 // whole granules between them, so it uses at most its bytes beyond whole granules and one granule more of all
 // rests.
