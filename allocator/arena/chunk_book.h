@@ -50,32 +50,42 @@ struct Mapping {
   bool made = true;            // False while its tag is paused.
 };
 
-// A set of chunks, by index. reserve makes room; nothing else allocates memory.
+// A set of chunks, by index. reserve makes room; nothing else allocates memory. clear and for_each take time
+// for the chunks in the set, and little for the others.
 class ChunkSet {
  public:
   std::size_t room() const noexcept { return words_.size() * kWordBits; }
   void reserve(std::size_t chunk_count) {
-    if (room() < chunk_count) words_.resize((chunk_count + kWordBits - 1) / kWordBits);
+    if (room() >= chunk_count) return;
+    words_.resize((chunk_count + kWordBits - 1) / kWordBits);
+    used_.resize((words_.size() + kWordBits - 1) / kWordBits);
   }
-  // Empties the set if all its chunks are below `chunk_count`.
-  void clear(std::size_t chunk_count) noexcept {
-    std::fill_n(words_.begin(), (chunk_count + kWordBits - 1) / kWordBits, 0);
+  void clear() noexcept {
+    for (std::size_t i = 0; i < used_.size(); ++i) {
+      for (std::uint64_t left = std::exchange(used_[i], 0); left != 0; left &= left - 1)
+        words_[i * kWordBits + static_cast<std::size_t>(std::countr_zero(left))] = 0;
+    }
   }
   bool has(std::uint32_t chunk) const noexcept {
     return (words_[chunk / kWordBits] >> (chunk % kWordBits) & 1) != 0;
   }
   void add(std::uint32_t chunk) noexcept {
-    words_[chunk / kWordBits] |= std::uint64_t{1} << (chunk % kWordBits);
+    const std::size_t word = chunk / kWordBits;
+    words_[word] |= std::uint64_t{1} << (chunk % kWordBits);
+    used_[word / kWordBits] |= std::uint64_t{1} << (word % kWordBits);
   }
   void remove(std::uint32_t chunk) noexcept {
     words_[chunk / kWordBits] &= ~(std::uint64_t{1} << (chunk % kWordBits));
   }
-  // Visits the chunks below `chunk_count`, the lowest index first; the visitor may remove the chunk.
+  // Visits the chunks, the lowest index first; the visitor may remove the chunk.
   template <typename Visit>
-  void for_each(std::size_t chunk_count, Visit visit) const {
-    for (std::size_t i = 0; i * kWordBits < chunk_count; ++i) {
-      for (std::uint64_t left = words_[i]; left != 0; left &= left - 1) {
-        visit(static_cast<std::uint32_t>(i * kWordBits) + static_cast<std::uint32_t>(std::countr_zero(left)));
+  void for_each(Visit visit) const {
+    for (std::size_t i = 0; i < used_.size(); ++i) {
+      for (std::uint64_t words = used_[i]; words != 0; words &= words - 1) {
+        const std::size_t word = i * kWordBits + static_cast<std::size_t>(std::countr_zero(words));
+        for (std::uint64_t left = words_[word]; left != 0; left &= left - 1)
+          visit(static_cast<std::uint32_t>(word * kWordBits) +
+                static_cast<std::uint32_t>(std::countr_zero(left)));
       }
     }
   }
@@ -83,6 +93,7 @@ class ChunkSet {
  private:
   static constexpr std::size_t kWordBits = 64;
   std::vector<std::uint64_t> words_;
+  std::vector<std::uint64_t> used_;  // Bit i: word i may have a chunk.
 };
 
 // Entries by index, which never move. Room is made without a lock (make_leaf, add), so take cannot fail.

@@ -104,7 +104,7 @@ struct ChunkedArena::StitchSearch {
       if (place == groups.end() || place->bytes != bytes) groups.insert(place, {bytes, 0, 0, 0});
       return latest;
     };
-    arena.whole_.for_each(arena.chunks_.size(), [&](std::uint32_t index) {
+    arena.whole_.for_each([&](std::uint32_t index) {
       PhysicalChunk& chunk = arena.chunks_[index];
       chunk.breakable = -1;
       ++groups[group_of(chunk.bytes)].count;
@@ -113,7 +113,7 @@ struct ChunkedArena::StitchSearch {
     for (WholeChunks& group : groups) group.first = end += group.count;
     arena.wholes_.resize(end);
     // Each group is filled from its end on.
-    arena.whole_.for_each(arena.chunks_.size(), [&](std::uint32_t index) {
+    arena.whole_.for_each([&](std::uint32_t index) {
       arena.wholes_[--groups[group_of(arena.chunks_[index].bytes)].first] = index;
     });
   }

@@ -271,7 +271,7 @@ void ChunkedArena::add_whole(std::uint32_t chunk) {
 // Joins neighbours of found_parts_ into parts_, in the order of their chunks. Leaves out those inside a chunk
 // that cannot hold `bytes`. growth_mutex_ held too.
 void ChunkedArena::join_parts(std::size_t bytes) {
-  in_parts_.clear(chunks_.size());
+  in_parts_.clear();
   for (std::size_t i = found_parts_.size(); i-- > 0;) {
     const std::uint32_t chunk = found_parts_[i].extent.chunk;
     found_parts_[i].next = in_parts_.has(chunk) ? chunks_[chunk].part : kNone;
@@ -286,7 +286,7 @@ void ChunkedArena::join_parts(std::size_t bytes) {
       parts_.push_back(part);
     }
   };
-  in_parts_.for_each(chunks_.size(), [&](std::uint32_t index) {
+  in_parts_.for_each([&](std::uint32_t index) {
     PhysicalChunk& chunk = chunks_[index];
     const std::size_t first = parts_.size();
     if (found_parts_[chunk.part].next == kNone) {
@@ -315,7 +315,7 @@ bool ChunkedArena::gather(const Placement& placement, bool own_region_only) {
   const bool own_gathered = gathered_at_ == free_changes_;
   bool more = !own_gathered;
   if (!own_gathered) {
-    whole_.clear(chunks_.size());
+    whole_.clear();
     whole_bytes_ = 0;
     largest_whole_bytes_ = 0;
     found_parts_.clear();
@@ -471,7 +471,7 @@ bool ChunkedArena::find_shown(const Placement& placement, std::size_t* start) {
     const std::size_t distance =
         one_holds_all ? chunk_bytes_ : std::max(chunk_bytes_, std::bit_floor(missing_bytes));
     if (missing_bytes <= whole_bytes_)
-      whole_.for_each(chunks_.size(), [&](std::uint32_t chunk) { search_whole(chunk, distance); });
+      whole_.for_each([&](std::uint32_t chunk) { search_whole(chunk, distance); });
   }
   if (search.run_bytes == SIZE_MAX) return false;
   *start = align_up(search.run_begin, placement.alignment);
