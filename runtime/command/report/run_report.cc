@@ -554,7 +554,7 @@ RunReport read_run_report(const std::string& path) {
   return run;
 }
 
-Comparison compare_runs(const std::vector<RunReport>& runs) {
+RunComparison compare_runs(const std::vector<RunReport>& runs) {
   for (std::size_t i = 1; i < runs.size(); ++i) {
     if (std::string found = setup_difference(runs[0], runs[i]); !found.empty())
       return {false, std::move(found)};
@@ -577,7 +577,7 @@ void print_report_table(std::ostream& out, const std::vector<RunReport>& runs) {
   print_file_rows(out, runs);
   if (runs.size() < 2) return;
   out << '\n';
-  const Comparison comparison = compare_runs(runs);
+  const RunComparison comparison = compare_runs(runs);
   if (!comparison.comparable) {
     out << "Not compared: " << comparison.difference << ".\n";
   } else if (!comparison.difference.empty()) {
@@ -632,7 +632,7 @@ void print_report_json(std::ostream& out, const std::vector<RunReport>& runs) {
          {"final_loss", run.losses.empty() ? Json() : Json(run.losses.back())},
          {"digest", run.digest}});
   }
-  const Comparison comparison = compare_runs(runs);
+  const RunComparison comparison = compare_runs(runs);
   json["comparable"] = comparison.comparable;
   json["equal"] = comparison.comparable && comparison.difference.empty();
   if (!comparison.difference.empty()) json["difference"] = comparison.difference;

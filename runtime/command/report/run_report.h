@@ -94,11 +94,11 @@ RunReport read_run_report(const std::string& path);
 
 // The reason why two runs are not comparable, or the difference of their results; empty if the results are
 // bit for bit the same.
-struct Comparison {
+struct RunComparison {
   bool comparable = true;
   std::string difference;
 };
-Comparison compare_runs(const std::vector<RunReport>& runs);
+RunComparison compare_runs(const std::vector<RunReport>& runs);
 
 void print_report_table(std::ostream& out, const std::vector<RunReport>& runs);
 void print_report_json(std::ostream& out, const std::vector<RunReport>& runs);

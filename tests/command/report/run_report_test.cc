@@ -190,7 +190,7 @@ TEST(RunReport, OneBitOfLossIsADifference) {
   RunReport other = example(3);
   other.losses[1] = std::nextafter(other.losses[1], 6.0);
 
-  const Comparison comparison = compare_runs({example(0), other});
+  const RunComparison comparison = compare_runs({example(0), other});
 
   EXPECT_TRUE(comparison.comparable);
   EXPECT_NE(comparison.difference.find("loss differs first at step 2"), std::string::npos)
@@ -219,7 +219,7 @@ TEST(RunReport, RunsOfDifferentSetupsAreNotCalledEqual) {
   RunReport other = example(0);
   other.world_size = 3;
 
-  const Comparison comparison = compare_runs({example(0), other});
+  const RunComparison comparison = compare_runs({example(0), other});
 
   EXPECT_FALSE(comparison.comparable);
   EXPECT_NE(comparison.difference.find("world_size"), std::string::npos);
@@ -261,7 +261,7 @@ TEST(RunReport, TableEndsWithTheVerdict) {
 }
 
 TEST(RunReport, LossThatWasNotFiniteIsShownAndEqualToItself) {
-  const std::string path = testing::TempDir() + "forebay-run-report-null-test.json";
+  const std::string path = ::testing::TempDir() + "forebay-run-report-null-test.json";
   std::ofstream(path) << R"({"world_size": 2, "stage": 1, "dtype": "bf16", "parameters": 1000, "steps": 2,
     "micro_steps": 3, "accumulate": "local", "loss": [5.5, null], "grad_norm": [1.0, null], "digest": "00",
     "tokens_per_second": 1.0, "ranks": []})";
@@ -281,7 +281,7 @@ TEST(RunReport, LossThatWasNotFiniteIsShownAndEqualToItself) {
 // The message about a report with that text, which cannot be read.
 std::string complaint(const std::string& text) {
   const std::string path =
-      testing::TempDir() + "forebay-run-report-complaint-" + std::to_string(::getpid()) + ".json";
+      ::testing::TempDir() + "forebay-run-report-complaint-" + std::to_string(::getpid()) + ".json";
   std::ofstream(path) << text;
   std::string message;
   try {
@@ -356,7 +356,7 @@ TEST(RunReport, AGridThatDoesNotDivideIsRefused) {
 }
 
 TEST(RunReport, ShowsNoControlCharactersOfAFile) {
-  const std::string path = testing::TempDir() + "forebay-run-report-shown.json";
+  const std::string path = ::testing::TempDir() + "forebay-run-report-shown.json";
   std::ofstream(path)
       << R"({"world_size": 1, "stage": 1, "dtype": "bf16", "parameters": 1000, "steps": 1, "loss": [],
         "grad_norm": [], "digest": "\u001b[31m00", "tokens_per_second": 1.0, "ranks": [], "recompute": "every:2\n| x"})";
@@ -367,7 +367,7 @@ TEST(RunReport, ShowsNoControlCharactersOfAFile) {
 }
 
 TEST(RunReport, MissingKeyIsNamed) {
-  const std::string path = testing::TempDir() + "forebay-run-report-test.json";
+  const std::string path = ::testing::TempDir() + "forebay-run-report-test.json";
   std::ofstream(path) << R"({"world_size": 2})";
 
   try {
