@@ -126,12 +126,14 @@ function(forebay_suite name)
   target_precompile_headers(${name} REUSE_FROM forebay_test_headers)
 endfunction()
 
-# forebay_test(name SOURCES a.cc ... [LABELS unit ...] [TIMEOUT seconds] [SLOW_TIMEOUT seconds] [LINK extra ...])
-# One GoogleTest program, one ctest entry per test case. Private headers are reached from the source root. With SLOW_TIMEOUT
-# the suites whose name begins with Slow have the label slow, and that time (tests/support/slow.h). A limit is at least ten
-# times as long as the slowest test takes on an idle machine.
+# forebay_test(name SOURCES a.cc ... [ALONE b.cc ...] [LABELS unit ...] [TIMEOUT seconds] [SLOW_TIMEOUT seconds] [LINK extra ...])
+# One GoogleTest program, one ctest entry per test case. Private headers are reached from the source root. With FOREBAY_UNITY the
+# SOURCES are compiled as one, because each test source spends most of its time on the templates that its neighbours use too: about
+# eight to a program, and none of them uses a local name of another. Sources that must be compiled by themselves are ALONE. With
+# SLOW_TIMEOUT the suites whose name begins with Slow have the label slow, and that time (tests/support/slow.h). A limit is at least
+# ten times as long as the slowest test takes on an idle machine.
 function(forebay_test name)
-  cmake_parse_arguments(ARG "" "TIMEOUT;SLOW_TIMEOUT" "SOURCES;LABELS;LINK" ${ARGN})
+  cmake_parse_arguments(ARG "" "TIMEOUT;SLOW_TIMEOUT" "SOURCES;ALONE;LABELS;LINK" ${ARGN})
   if(NOT ARG_LABELS)
     set(ARG_LABELS unit)
   endif()
@@ -150,7 +152,11 @@ function(forebay_test name)
   if(FOREBAY_SANITIZE AND NOT "unit" IN_LIST ARG_LABELS AND NOT "conformance" IN_LIST ARG_LABELS)
     set(built EXCLUDE_FROM_ALL)
   endif()
-  add_executable(${name} ${built} ${ARG_SOURCES})
+  add_executable(${name} ${built} ${ARG_SOURCES} ${ARG_ALONE})
+  if(FOREBAY_UNITY)
+    set_target_properties(${name} PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 0)
+    set_source_files_properties(${ARG_ALONE} PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
+  endif()
   target_include_directories(${name} PRIVATE "${PROJECT_SOURCE_DIR}")
   target_link_libraries(${name} PRIVATE forebay_flags forebay ${ARG_LINK} GTest::gtest_main)
   # tests_FOLDER builds the tests of one folder.

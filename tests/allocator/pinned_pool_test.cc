@@ -75,7 +75,7 @@ class Gate {
   bool held_ = false;
 };
 
-class PinnedPoolTest : public testing::Test {
+class PinnedPoolTest : public ::testing::Test {
  protected:
   explicit PinnedPoolTest(PinnedPoolOptions options = {}) { make(options); }
   void TearDown() override {
@@ -222,7 +222,7 @@ double held_over_asked(const PinnedPool& pool) {
          static_cast<double>(statistics.peak_requested_bytes);
 }
 
-class PinnedPoolMix : public PinnedPoolTest, public testing::WithParamInterface<Mix> {};
+class PinnedPoolMix : public PinnedPoolTest, public ::testing::WithParamInterface<Mix> {};
 
 TEST_P(PinnedPoolMix, HoldsAtMostAFiftiethMoreThanRequested) {
   const Mix& mix = GetParam();
@@ -280,7 +280,7 @@ TEST_P(PinnedPoolMix, HoldsAtMostAFiftiethMoreWhenPrewarmed) {
   EXPECT_LE(held_over_asked(*pool_), 1.02);
 }
 
-INSTANTIATE_TEST_SUITE_P(Mixes, PinnedPoolMix, testing::ValuesIn(kMixes),
+INSTANTIATE_TEST_SUITE_P(Mixes, PinnedPoolMix, ::testing::ValuesIn(kMixes),
                          [](const auto& info) { return "Mix" + std::to_string(info.index); });
 
 TEST_F(PinnedPoolTest, AGrowingPoolKeepsItsBoundOnMemoryTakenAhead) {
@@ -521,7 +521,7 @@ TEST(PinnedPoolModel, HoldsItsInvariantsUnderRandomOperations) {
   std::vector<std::pair<int, Block>> pending;  // By stream; while it is held, no byte of these may be reused.
   int refused_count = 0;
 
-  for (int i = 0; i < 20'000 && !testing::Test::HasFailure(); ++i) {
+  for (int i = 0; i < 20'000 && !::testing::Test::HasFailure(); ++i) {
     const std::size_t kind = random() % 100;
     const int which = static_cast<int>(random() % kStreams);
     if (kind < 50) {

@@ -16,7 +16,7 @@
 namespace forebay::api {
 namespace {
 
-c::Options recorded() {
+c::Options recorded_options() {
   return {{"deadline", "3000"}, {"order-of-units", "recorded"}, {"micro-steps", "2"}};
 }
 
@@ -106,7 +106,7 @@ TEST(CApiMessages, ShowNumbersAndNamesInAFewCharacters) {
 }
 
 TEST(CApiMessages, RefuseAMicroStepWithoutABackwardPass) {
-  One one(recorded());
+  One one(recorded_options());
   one.commit();
   ASSERT_OK(forebay_step_begin(one.engine));
   ASSERT_OK(forebay_micro_step_begin(one.engine, 0));

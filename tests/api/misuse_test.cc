@@ -279,7 +279,7 @@ class Caller<Result (*)(A...)> {
 template <typename Function>
 Caller(const char*, Function) -> Caller<Function>;
 
-class CApiMisuse : public testing::TestWithParam<State> {};
+class CApiMisuse : public ::testing::TestWithParam<State> {};
 
 TEST_P(CApiMisuse, IsAnErrorWithATextForEveryFunction) {
 #define X(function) Caller(#function, &function).run(GetParam());
@@ -287,14 +287,14 @@ TEST_P(CApiMisuse, IsAnErrorWithATextForEveryFunction) {
 #undef X
 }
 
-std::string state_name(const testing::TestParamInfo<State>& info) {
+std::string state_name(const ::testing::TestParamInfo<State>& info) {
   constexpr const char* kNames[] = {"Made", "Committed", "InStep", "InPass", "InRecordedPass"};
   return kNames[static_cast<int>(info.param)];
 }
 
 INSTANTIATE_TEST_SUITE_P(InEveryState, CApiMisuse,
-                         testing::Values(State::kMade, State::kCommitted, State::kInStep, State::kInPass,
-                                         State::kInRecordedPass),
+                         ::testing::Values(State::kMade, State::kCommitted, State::kInStep, State::kInPass,
+                                           State::kInRecordedPass),
                          state_name);
 
 }  // namespace

@@ -49,7 +49,7 @@ struct Texts {
   static void release(void* user) { ++of(user).released; }
 };
 
-class CApiRanks : public testing::TestWithParam<const char*> {};
+class CApiRanks : public ::testing::TestWithParam<const char*> {};
 
 TEST_P(CApiRanks, MeetInTheStoreOfTheProgramTwice) {
   constexpr int kRanks = 3;
@@ -89,7 +89,7 @@ TEST_P(CApiRanks, MeetInTheStoreOfTheProgramTwice) {
   EXPECT_EQ(texts.released, 2 * kRanks);
 }
 
-INSTANTIATE_TEST_SUITE_P(Over, CApiRanks, testing::Values("auto", "shm"),
+INSTANTIATE_TEST_SUITE_P(Over, CApiRanks, ::testing::Values("auto", "shm"),
                          [](const auto& info) { return std::string(info.param); });
 
 TEST(CApiRanksAlone, NeedAllFunctionsOfAStore) {

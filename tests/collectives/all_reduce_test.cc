@@ -18,7 +18,7 @@ namespace {
 
 constexpr DataType kTypes[] = {DataType::kFloat32, DataType::kBfloat16, DataType::kFloat16};
 
-std::uint64_t test_seed() {
+std::uint64_t seed_of_sums() {
   const char* text = std::getenv("FOREBAY_SEED");
   const std::uint64_t seed = text != nullptr ? std::strtoull(text, nullptr, 10) : 20261122;
   std::printf("FOREBAY_SEED=%llu\n", static_cast<unsigned long long>(seed));
@@ -26,7 +26,7 @@ std::uint64_t test_seed() {
 }
 
 // Values with magnitudes so far apart that the order of a sum shows.
-float sample(std::uint64_t seed, int rank, std::uint64_t index) {
+float sample_of(std::uint64_t seed, int rank, std::uint64_t index) {
   const std::uint64_t x = mix(seed + static_cast<std::uint64_t>(rank) * 1'000'003 + index);
   const float unit = static_cast<float>(x >> 40) / 16777216.0f - 0.5f;
   return std::ldexp(unit, static_cast<int>(x & 7) - 4);
@@ -63,7 +63,7 @@ void check(const Case& c, std::uint64_t seed) {
     const std::uint64_t guard = 16;  // Elements past the end that stay as they are.
     std::vector<std::byte> values((c.count + guard) * element);
     for (std::uint64_t i = 0; i < c.count + guard; ++i)
-      store(c.type, values.data(), i, sample(seed, rank.communicator->rank(), i));
+      store(c.type, values.data(), i, sample_of(seed, rank.communicator->rank(), i));
     const Block data(*rank.backend, values.size());
     const std::uint64_t staging_bytes = all_reduce_staging_bytes(c.ranks, c.bucket_bytes, c.type);
     const Block staging(*rank.backend, staging_bytes + 64);
@@ -88,12 +88,13 @@ void check(const Case& c, std::uint64_t seed) {
               all_reduce_sent_bytes(c.ranks, c.bucket_bytes, c.type, c.count));
     static_cast<void>(rank.backend->stream_destroy(stream));
     for (std::uint64_t i = 0; i < c.count; ++i) {
-      float expected = round_to(c.type, sample(seed, 0, i));
-      for (int r = 1; r < c.ranks; ++r) expected += round_to(c.type, sample(seed, r, i));
+      float expected = round_to(c.type, sample_of(seed, 0, i));
+      for (int r = 1; r < c.ranks; ++r) expected += round_to(c.type, sample_of(seed, r, i));
       ASSERT_EQ(load(c.type, values.data(), i), round_to(c.type, expected)) << i;
     }
     for (std::uint64_t i = c.count; i < c.count + guard; ++i) {
-      ASSERT_EQ(load(c.type, values.data(), i), round_to(c.type, sample(seed, rank.communicator->rank(), i)))
+      ASSERT_EQ(load(c.type, values.data(), i),
+                round_to(c.type, sample_of(seed, rank.communicator->rank(), i)))
           << "an element past the end was written";
     }
     for (const std::byte byte : past) ASSERT_EQ(byte, std::byte{0xCB}) << "past the end of the staging";
@@ -102,7 +103,7 @@ void check(const Case& c, std::uint64_t seed) {
 }
 
 TEST(AllReduce, AddsInRankOrderAndRoundsOnceForAnyCountAndBucket) {
-  const std::uint64_t seed = test_seed();
+  const std::uint64_t seed = seed_of_sums();
   for (const DataType type : kTypes) {
     for (const int ranks : {1, 2, 3, 4}) {
       for (const std::uint64_t count : {0, 1, 2, 3, 7, 1000, 1001}) {
@@ -114,7 +115,7 @@ TEST(AllReduce, AddsInRankOrderAndRoundsOnceForAnyCountAndBucket) {
 }
 
 TEST(AllReduce, TakesABucketThatIsSmallerThanOneElementOfEachRank) {
-  const std::uint64_t seed = test_seed();
+  const std::uint64_t seed = seed_of_sums();
   check({3, 10, 1, DataType::kFloat32}, seed);
   check({4, 9, 2, DataType::kBfloat16}, seed);
 }

@@ -30,7 +30,7 @@ struct BackendUnderTest {
   bool keeps_bytes = true;        // False: a model; only its rules are tested.
 };
 
-class BackendConformance : public testing::TestWithParam<BackendUnderTest> {
+class BackendConformance : public ::testing::TestWithParam<BackendUnderTest> {
  protected:
   void SetUp() override {
     if (GetParam().available) {

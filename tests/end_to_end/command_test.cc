@@ -17,6 +17,7 @@
 #include <thread>
 #include <vector>
 
+#include "tests/end_to_end/small_run.h"
 #include "tests/support/process.h"
 
 namespace forebay::testing {
@@ -24,16 +25,10 @@ namespace {
 
 namespace fs = std::filesystem;
 using Json = nlohmann::json;
-using Words = std::vector<std::string>;
 
-Words operator+(Words left, const Words& right) {
-  left.insert(left.end(), right.begin(), right.end());
-  return left;
-}
-
-const Words kModel = {FOREBAY_GPT, "--layers", "1", "--hidden",   "16", "--heads",
-                      "2",         "--batch",  "2", "--sequence", "12"};
-const Words kQuiet = kModel + Words{"--quiet"};
+const Words kTrainedModel = {FOREBAY_GPT, "--layers", "1", "--hidden",   "16", "--heads",
+                             "2",         "--batch",  "2", "--sequence", "12"};
+const Words kQuiet = kTrainedModel + Words{"--quiet"};
 const Words kTiny = kQuiet + Words{"--steps", "2"};
 
 std::string read_text(const std::string& path) {
@@ -59,7 +54,7 @@ class Command : public ::testing::Test {
 
 TEST_F(Command, OpensWithItsPlanAndClosesWithItsResultInLinesOf100Columns) {
   const Words words =
-      kModel + Words{"--steps", "2", "--ranks", "2", "--stage", "3", "--offload", "optimizer"};
+      kTrainedModel + Words{"--steps", "2", "--ranks", "2", "--stage", "3", "--offload", "optimizer"};
   const std::string report = directory_ / "report.json";
   const Finished loud = run_program(words + Words{"--report", report});
   const Finished quiet = run_program(words + Words{"--quiet"});
@@ -276,7 +271,7 @@ double processor_seconds(pid_t process) {
 // As a script does it: one sender needs no pause.
 TEST_F(Command, EndsAtOnceOnTwoSignalsOfOneSender) {
   for (const Words& ranks : {Words{}, Words{"--ranks", "2", "--communicator", "shm"}}) {
-    Process process(kModel + ranks + Words{"--micro-steps", "1000000"});
+    Process process(kTrainedModel + ranks + Words{"--micro-steps", "1000000"});
     const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(60);
     // The launcher takes signals by waiting for them.
     while (ranks.empty() && !catches(process.id(), SIGTERM))
@@ -297,7 +292,7 @@ TEST_F(Command, EndsAtOnceOnTwoSignalsOfOneSender) {
 // step one signal is enough; the step begins within this much processor time.
 TEST_F(Command, EndsAtOnceOnASecondSignal) {
   for (const int number : {SIGINT, SIGTERM}) {
-    Process process(kModel + Words{"--micro-steps", "1000000"});
+    Process process(kTrainedModel + Words{"--micro-steps", "1000000"});
     const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(60);
     while (!catches(process.id(), number) || processor_seconds(process.id()) < 2)
       ASSERT_LT(std::chrono::steady_clock::now(), limit);

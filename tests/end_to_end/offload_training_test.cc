@@ -14,6 +14,7 @@
 #include <sstream>
 #include <string>
 
+#include "tests/end_to_end/small_run.h"
 #include "tests/support/process.h"
 #include "tests/support/unwrapped.h"
 
@@ -22,15 +23,9 @@ namespace {
 
 namespace fs = std::filesystem;
 using Json = nlohmann::json;
-using Words = std::vector<std::string>;
 
-Words operator+(Words left, const Words& right) {
-  left.insert(left.end(), right.begin(), right.end());
-  return left;
-}
-
-const Words kModel = {FOREBAY_GPT,  "--layers", "2",       "--hidden", "48",        "--heads", "3",
-                      "--sequence", "24",       "--batch", "2",        "--threads", "1"};
+const Words kOffloadedModel = {FOREBAY_GPT,  "--layers", "2",       "--hidden", "48",        "--heads", "3",
+                               "--sequence", "24",       "--batch", "2",        "--threads", "1"};
 
 unsigned seed_of_test() {
   const char* const given = std::getenv("FOREBAY_SEED");
@@ -81,8 +76,8 @@ class OffloadTraining : public ::testing::Test {
 };
 
 TEST_F(OffloadTraining, SaysAtTheStartHowItReachesItsFiles) {
-  const Words words =
-      kModel + Words{"--ranks", "3", "--stage", "3", "--steps", "3"} + in_files("optimizer+parameters");
+  const Words words = kOffloadedModel + Words{"--ranks", "3", "--stage", "3", "--steps", "3"} +
+                      in_files("optimizer+parameters");
   for (const std::string& communicator : communicators()) {
     const Words ours = words + Words{"--communicator", communicator};
     const Finished loud = run(ours);
@@ -107,7 +102,7 @@ TEST_F(OffloadTraining, SaysAtTheStartHowItReachesItsFiles) {
 
 // Measured bytes per step are a mean, not a whole number.
 TEST_F(OffloadTraining, WritesReportsThatForebayReportReads) {
-  const Words words = kModel + Words{"--ranks", "2", "--stage", "3", "--steps", "4", "--quiet"};
+  const Words words = kOffloadedModel + Words{"--ranks", "2", "--stage", "3", "--steps", "4", "--quiet"};
   Words reports;
   for (const Words& more : {Words{}, in_files("optimizer"), in_files("optimizer+parameters")}) {
     reports.push_back(directory_ / ("report-" + std::to_string(reports.size()) + ".json"));
@@ -121,7 +116,7 @@ TEST_F(OffloadTraining, WritesReportsThatForebayReportReads) {
 
 // Otherwise the first opened files would get these numbers, and messages would go into them.
 TEST_F(OffloadTraining, ClosedStandardStreamsChangeNothing) {
-  const Words words = kModel + Words{"--steps", "3", "--ranks", "3", "--stage", "2"};
+  const Words words = kOffloadedModel + Words{"--steps", "3", "--ranks", "3", "--stage", "2"};
   for (const std::string& communicator : communicators()) {
     for (const Words& more : {Words{}, in_files("optimizer")}) {
       const Words asked = words + more + Words{"--communicator", communicator};
@@ -141,15 +136,15 @@ TEST_F(OffloadTraining, ClosedStandardStreamsChangeNothing) {
 TEST_F(OffloadTraining, ADirectoryWhoseNameIsNoTextStillGetsItsReport) {
   const std::string drive = directory_ / "bad\xff";
   if (::mkdir(drive.c_str(), 0755) != 0) GTEST_SKIP() << "the file system has no such names";
-  const Json report =
-      report_of(kModel + Words{"--steps", "2", "--offload", "optimizer", "--offload-tier", "nvme:" + drive});
+  const Json report = report_of(
+      kOffloadedModel + Words{"--steps", "2", "--offload", "optimizer", "--offload-tier", "nvme:" + drive});
   EXPECT_EQ(report.value("offload_tier", ""), "nvme");
 }
 
 TEST_F(OffloadTraining, WhereATimelineCannotBeWrittenIsFoundForEveryRankAtTheStart) {
   fs::create_directory(directory_ / "timeline.rank-1.json");
-  const Finished finished = run(
-      kModel + Words{"--ranks", "2", "--communicator", "local", "--timeline", directory_ / "timeline.json"});
+  const Finished finished = run(kOffloadedModel + Words{"--ranks", "2", "--communicator", "local",
+                                                        "--timeline", directory_ / "timeline.json"});
   EXPECT_EQ(finished.exit_code, 1);
   EXPECT_NE(finished.output.find("--timeline: cannot write"), std::string::npos) << finished.output;
   EXPECT_EQ(finished.output.find("step 1/"), std::string::npos) << finished.output;
@@ -159,7 +154,7 @@ TEST_F(OffloadTraining, ATimelineThatDoesNotFitCostsNothingElse) {
   if (!fs::exists("/dev/full")) GTEST_SKIP() << "there is no /dev/full";
   const std::string path = directory_ / "report.json";
   const Finished finished =
-      run(kModel + Words{"--steps", "2", "--quiet", "--timeline", "/dev/full", "--report", path});
+      run(kOffloadedModel + Words{"--steps", "2", "--quiet", "--timeline", "/dev/full", "--report", path});
   EXPECT_EQ(finished.exit_code, 1);
   EXPECT_NE(finished.output.find("all else is there"), std::string::npos) << finished.output;
   EXPECT_TRUE(fs::exists(path));
@@ -167,7 +162,7 @@ TEST_F(OffloadTraining, ATimelineThatDoesNotFitCostsNothingElse) {
 
 TEST_F(OffloadTraining, ShowsWhatRanWhen) {
   const std::string path = directory_ / "timeline.json";
-  const Words words = kModel + Words{"--ranks", "2", "--stage", "3", "--steps", "3", "--quiet"} +
+  const Words words = kOffloadedModel + Words{"--ranks", "2", "--stage", "3", "--steps", "3", "--quiet"} +
                       in_files("optimizer+parameters");
   const Finished finished = run(words + Words{"--timeline", path});
   ASSERT_EQ(finished.exit_code, 0) << finished.output;
@@ -192,8 +187,9 @@ TEST_F(OffloadTraining, ResumesAfterAKillAtAnyMomentAndLeavesNothingOnTheDrive) 
   for (const auto& [communicator, offload] :
        {std::pair<std::string, std::string>("local", "optimizer+parameters"), {last, "optimizer"}}) {
     SCOPED_TRACE(communicator + ", " + offload);
-    const Words words = kModel + Words{"--ranks", "2",  "--stage",        "3",         "--dtype", "bf16",
-                                       "--steps", "96", "--communicator", communicator};
+    const Words words =
+        kOffloadedModel + Words{"--ranks", "2",  "--stage",        "3",         "--dtype", "bf16",
+                                "--steps", "96", "--communicator", communicator};
     const Json whole = report_of(words);
     const std::string state = directory_ / "state";
     fs::remove_all(state);
@@ -229,7 +225,7 @@ TEST_F(OffloadTraining, RefusesPlacesItCannotKeepStatesInBeforeItTrains) {
   const std::string file = directory_ / "file";
   std::ofstream(file) << "text";
   // A training of this many steps would not end.
-  const Words words = kModel + Words{"--quiet", "--steps", "1000000000", "--offload", "optimizer"};
+  const Words words = kOffloadedModel + Words{"--quiet", "--steps", "1000000000", "--offload", "optimizer"};
   for (const std::string& place : {directory_ / "missing", file, std::string("/proc")}) {
     for (const std::string ranks : {"1", "2"}) {
       const Finished finished =
@@ -291,13 +287,13 @@ TEST_F(OffloadTraining, ADriveThatIsTooSmallIsNamedAndOneThatIsNotServes) {
   };
   if (run(on_drive_of(1 << 20, {"/bin/true"})).exit_code != 0)
     GTEST_SKIP() << "this machine lets no process mount a file system of its own (unshare --user --mount)";
-  const Words words = kModel + Words{"--ranks",        "2",
-                                     "--stage",        "3",
-                                     "--dtype",        "bf16",
-                                     "--steps",        "4",
-                                     "--offload",      "optimizer+parameters",
-                                     "--offload-tier", "nvme:" + drive(),
-                                     "--communicator", "local"};
+  const Words words = kOffloadedModel + Words{"--ranks",        "2",
+                                              "--stage",        "3",
+                                              "--dtype",        "bf16",
+                                              "--steps",        "4",
+                                              "--offload",      "optimizer+parameters",
+                                              "--offload-tier", "nvme:" + drive(),
+                                              "--communicator", "local"};
   const Json whole = report_of(words);
   std::uint64_t needed = 0;
   for (const Json& rank : whole.at("ranks")) needed += rank.at("file_bytes").get<std::uint64_t>();

@@ -34,7 +34,7 @@ Words operator+(Words left, const Words& right) {
 
 const Words kShape = {"--layers", "2",       "--hidden", "48",        "--heads", "3",      "--sequence",
                       "24",       "--batch", "2",        "--threads", "1",       "--quiet"};
-const Words kSmall = [] {
+const Words kSmallTraining = [] {
   Words words = kShape;
   words.insert(words.end(), {"--steps", "6"});
   return words;
@@ -82,7 +82,7 @@ class Training : public ::testing::Test {
 };
 
 TEST_F(Training, RepeatsItsBits) {
-  const Words words = kSmall + Words{"--ranks", "3", "--stage", "3", "--dtype", "bf16"};
+  const Words words = kSmallTraining + Words{"--ranks", "3", "--stage", "3", "--dtype", "bf16"};
   const Json first = report_of(words);
   const Json second = report_of(words);
   EXPECT_EQ(first.at("digest"), second.at("digest"));
@@ -409,7 +409,7 @@ TEST_F(Training, CtrlCBeforeTheFirstStepEndsAtOnce) {
   std::filesystem::permissions(store, std::filesystem::perms::owner_all);
   for (const int signal : {SIGINT, SIGTERM}) {
     // Its peer never arrives.
-    Process process(Words{FOREBAY_GPT} + kSmall,
+    Process process(Words{FOREBAY_GPT} + kSmallTraining,
                     variables({{"FOREBAY_RANK", "0"}, {"FOREBAY_SIZE", "2"}, {"FOREBAY_STORE", store}}));
     ASSERT_TRUE(process.wait_for_output("rank 1 did not join yet")) << "no word of whom it waits for";
     process.signal(signal);
@@ -490,11 +490,11 @@ TEST_F(Training, ElasticRanksThatCannotBeArrangedEnd) {
 
 TEST_F(Training, ElasticNeedsAStateAndProcesses) {
   const std::string state = directory_ / "state";
-  const Finished stateless = run(kSmall + Words{"--ranks", "2", "--elastic"});
+  const Finished stateless = run(kSmallTraining + Words{"--ranks", "2", "--elastic"});
   EXPECT_EQ(stateless.exit_code, 2);
   EXPECT_NE(stateless.output.find("add --resume"), std::string::npos) << stateless.output;
-  const Finished threads = run(kSmall + Words{"--ranks", "2", "--communicator", "local", "--save-state",
-                                              state, "--resume", "--elastic"});
+  const Finished threads = run(kSmallTraining + Words{"--ranks", "2", "--communicator", "local",
+                                                      "--save-state", state, "--resume", "--elastic"});
   EXPECT_EQ(threads.exit_code, 1);
   EXPECT_NE(threads.output.find("threads of one"), std::string::npos) << threads.output;
 }
@@ -536,7 +536,7 @@ TEST_F(Training, ExportsWhatItInitialises) {
   for (const std::size_t length :
        {std::size_t{0}, std::size_t{7}, std::size_t{100}, whole.size() / 2, whole.size() - 1}) {
     std::ofstream(again, std::ios::binary) << whole.substr(0, length);
-    const Finished finished = run(kSmall + Words{"--initial", again});
+    const Finished finished = run(kSmallTraining + Words{"--initial", again});
     EXPECT_EQ(finished.exit_code, 1) << length;
     EXPECT_NE(finished.output.find("again.safetensors"), std::string::npos) << finished.output;
   }
@@ -547,7 +547,7 @@ TEST_F(Training, NamesTheOptionInWhichRanksDiffer) {
   const std::string store = directory_ / "store";
   const auto start = [&](int rank, const Words& more) {
     return std::make_unique<Process>(
-        Words{FOREBAY_GPT} + kSmall + more,
+        Words{FOREBAY_GPT} + kSmallTraining + more,
         variables({{"FOREBAY_RANK", std::to_string(rank)}, {"FOREBAY_SIZE", "3"}, {"FOREBAY_STORE", store}}));
   };
   std::filesystem::create_directory(store);
@@ -571,7 +571,7 @@ TEST_F(Training, GivesUpOnAPeerThatNeverComes) {
   const std::string store = directory_ / "store";
   std::filesystem::create_directory(store);
   std::filesystem::permissions(store, std::filesystem::perms::owner_all);
-  const Finished finished = run(kSmall + Words{"--deadline", "2"},
+  const Finished finished = run(kSmallTraining + Words{"--deadline", "2"},
                                 {{"FOREBAY_RANK", "0"}, {"FOREBAY_SIZE", "2"}, {"FOREBAY_STORE", store}});
   EXPECT_EQ(finished.exit_code, 75) << "a launcher may try again";
   EXPECT_NE(finished.output.find("rank 1"), std::string::npos) << finished.output;
@@ -591,7 +591,7 @@ TEST_F(Training, ARankWhoseStoreDoesNotAnswerSaysSo) {
   std::vector<std::unique_ptr<Process>> ranks;
   for (const std::string rank : {"0", "1"}) {
     ranks.push_back(std::make_unique<Process>(
-        Words{FOREBAY_GPT} + kSmall + Words{"--deadline", "4", "--join-deadline", "60"},
+        Words{FOREBAY_GPT} + kSmallTraining + Words{"--deadline", "4", "--join-deadline", "60"},
         variables({{"FOREBAY_RANK", rank},
                    {"FOREBAY_SIZE", "3"},
                    {"FOREBAY_SECRET", std::string(64, 's')},
@@ -653,7 +653,7 @@ TEST_F(Training, RunsUnderTorchrunsVariablesWithTheMasterPortTaken) {
   for (int rank = 0; rank < 3; ++rank) {
     const std::string number = std::to_string(rank);
     ranks.push_back(
-        std::make_unique<Process>(Words{FOREBAY_GPT} + kSmall + Words{"--stage", "2"} +
+        std::make_unique<Process>(Words{FOREBAY_GPT} + kSmallTraining + Words{"--stage", "2"} +
                                       (rank == 0 ? Words{"--report", directory_ / "torchrun.json"} : Words{}),
                                   variables({{"RANK", number},
                                              {"LOCAL_RANK", number},
@@ -669,7 +669,7 @@ TEST_F(Training, RunsUnderTorchrunsVariablesWithTheMasterPortTaken) {
     EXPECT_EQ(finished.exit_code, 0) << finished.output;
   }
   ::close(listener);
-  const Json own = report_of(kSmall + Words{"--stage", "2", "--ranks", "3"});
+  const Json own = report_of(kSmallTraining + Words{"--stage", "2", "--ranks", "3"});
   EXPECT_EQ(read_json(directory_ / "torchrun.json").at("digest"), own.at("digest"));
 }
 #endif

@@ -13,7 +13,7 @@
 namespace forebay::testing {
 namespace {
 
-ToyOptions options_for(int stage, DataType type, int ranks) {
+ToyOptions cuda_options_for(int stage, DataType type, int ranks) {
   ToyOptions options;
   options.units.push_back({{{700}, {65}}, {}, false});  // An embedding, tied to the head.
   options.units.push_back({{{64, 1}, {64, 1}, {1000, 0, true}, {13, 1}}, {}, true});
@@ -32,7 +32,7 @@ WorldOptions world_on(FakeGpu& gpu) {
   return {.create_backend = [&gpu](int) { return gpu.create_backend(); }};
 }
 
-void expect_same(const ToyResult& actual, const ToyResult& expected, const std::string& what) {
+void expect_same_bits(const ToyResult& actual, const ToyResult& expected, const std::string& what) {
   EXPECT_TRUE(same_bits(actual, expected)) << what;
 }
 
@@ -41,7 +41,7 @@ class EngineOnCuda : public ::testing::TestWithParam<std::tuple<int, DataType>> 
 TEST_P(EngineOnCuda, EveryStageGivesTheBitsOfThePlainLoops) {
   const auto [ranks, type] = GetParam();
   for (const int micro_steps : {1, 2}) {
-    ToyOptions options = options_for(0, type, ranks);
+    ToyOptions options = cuda_options_for(0, type, ranks);
     options.engine.micro_steps = micro_steps;
     // One step that overflows.
     options.steps = 5;
@@ -58,7 +58,7 @@ TEST_P(EngineOnCuda, EveryStageGivesTheBitsOfThePlainLoops) {
         const ToyResult actual = run_toy(options, world_on(gpu));
         const std::string what = "stage " + std::to_string(stage) + ", " + std::to_string(micro_steps) +
                                  " micro-steps, overlap " + (overlap ? "on" : "off");
-        expect_same(actual, expected, what);
+        expect_same_bits(actual, expected, what);
         EXPECT_EQ(actual.statistics.peak, actual.statistics.planned) << what;
         EXPECT_EQ(actual.statistics.peak_reserved_bytes, actual.statistics.planned_reserved_bytes) << what;
         EXPECT_EQ(actual.statistics.applied_steps, 4u) << what;
@@ -79,15 +79,15 @@ INSTANTIATE_TEST_SUITE_P(Toy, EngineOnCuda,
 TEST(EngineOnCuda, GivesTheSameBitsHoweverStreamsOvertakeEachOther) {
   for (const int ranks : {1, 3}) {
     for (int stage = 0; stage < 4; ++stage) {
-      const ToyOptions options = options_for(stage, DataType::kBfloat16, ranks);
+      const ToyOptions options = cuda_options_for(stage, DataType::kBfloat16, ranks);
       const ToyResult expected = reference_toy(options);
       for (const std::uint64_t seed : {1u, 2u}) {
         fake_cuda::FakeOptions reordering = strict_gpu();
         reordering.seed = seed;
         FakeGpu gpu(reordering);
-        expect_same(run_toy(options, world_on(gpu)), expected,
-                    std::to_string(ranks) + " ranks, stage " + std::to_string(stage) + ", seed " +
-                        std::to_string(seed));
+        expect_same_bits(run_toy(options, world_on(gpu)), expected,
+                         std::to_string(ranks) + " ranks, stage " + std::to_string(stage) + ", seed " +
+                             std::to_string(seed));
       }
     }
   }
@@ -96,7 +96,7 @@ TEST(EngineOnCuda, GivesTheSameBitsHoweverStreamsOvertakeEachOther) {
 // Their arithmetic runs on the host, which does not reach this device.
 TEST(EngineOnCuda, AdafactorAndMuonNeedOffloadedUnits) {
   for (const Optimizer optimizer : {Optimizer::kAdafactor, Optimizer::kMuon}) {
-    ToyOptions options = options_for(2, DataType::kBfloat16, 3);
+    ToyOptions options = cuda_options_for(2, DataType::kBfloat16, 3);
     options.engine.optimizer = optimizer;
     options.units[0].parameters[0].shape = {35, 20};
     options.units[2].parameters[0].shape = {600, 5};
@@ -111,7 +111,7 @@ TEST(EngineOnCuda, AdafactorAndMuonNeedOffloadedUnits) {
       if (fraction == 1.0) {
         for (const int stage : {0, 1, 3}) {
           options.engine.stage = stage;
-          expect_same(run_toy(options, world_on(gpu)), expected, "all units offloaded");
+          expect_same_bits(run_toy(options, world_on(gpu)), expected, "all units offloaded");
         }
         continue;
       }
@@ -133,7 +133,7 @@ TEST(EngineOnCuda, RecordedOrderGivesTheSameBits) {
   for (const int ranks : {1, 3}) {
     for (int stage = 0; stage < 4; ++stage) {
       for (const bool overlaps : {false, true}) {
-        ToyOptions options = options_for(stage, DataType::kBfloat16, ranks);
+        ToyOptions options = cuda_options_for(stage, DataType::kBfloat16, ranks);
         options.engine.order_of_units = OrderOfUnits::kRecorded;
         options.engine.micro_steps = 2;
         options.overlap_seed = overlaps ? 5 : 0;
@@ -147,9 +147,9 @@ TEST(EngineOnCuda, RecordedOrderGivesTheSameBits) {
           fake_cuda::FakeOptions reordering = strict_gpu();
           reordering.seed = seed;
           FakeGpu gpu(reordering);
-          expect_same(run_toy(options, world_on(gpu)), expected,
-                      std::to_string(ranks) + " ranks, stage " + std::to_string(stage) + ", seed " +
-                          std::to_string(seed));
+          expect_same_bits(run_toy(options, world_on(gpu)), expected,
+                           std::to_string(ranks) + " ranks, stage " + std::to_string(stage) + ", seed " +
+                               std::to_string(seed));
         }
       }
     }
@@ -160,7 +160,7 @@ TEST(EngineOnCuda, UpdatesOnTheHostWithTheSameBits) {
   for (const int ranks : {1, 3}) {
     for (const DataType type : {DataType::kFloat32, DataType::kBfloat16}) {
       for (int stage = 0; stage < 4; ++stage) {
-        ToyOptions options = options_for(stage, type, ranks);
+        ToyOptions options = cuda_options_for(stage, type, ranks);
         options.engine.offload = Offload::kOptimizer;
         options.engine.host_threads = 1;
         options.engine.micro_steps = 1 + stage % 2;
@@ -176,7 +176,7 @@ TEST(EngineOnCuda, UpdatesOnTheHostWithTheSameBits) {
           const ToyResult actual = run_toy(options, world_on(gpu));
           const std::string what = std::to_string(ranks) + " ranks, stage " + std::to_string(stage) +
                                    ", seed " + std::to_string(seed);
-          expect_same(actual, expected, what);
+          expect_same_bits(actual, expected, what);
           EXPECT_EQ(actual.statistics.peak, actual.statistics.planned) << what;
           EXPECT_EQ(actual.statistics.peak.optimizer, 0u) << what;
         }
@@ -188,7 +188,7 @@ TEST(EngineOnCuda, UpdatesOnTheHostWithTheSameBits) {
 TEST(EngineOnCuda, AllocatesNothingFromTheDriverAfterTheFirstStep) {
   for (int stage = 0; stage < 4; ++stage) {
     FakeGpu gpu;
-    const ToyOptions options = options_for(stage, DataType::kBfloat16, 1);
+    const ToyOptions options = cuda_options_for(stage, DataType::kBfloat16, 1);
     run_ranks(1, world_on(gpu), [&](Rank& rank) {
       ToyTrainer trainer(options, rank);
       trainer.initialize();
@@ -211,7 +211,7 @@ TEST(EngineOnCuda, ResumesFromSavedStateWithTheSameBits) {
       std::filesystem::temp_directory_path() / ("forebay-engine-cuda-" + std::to_string(::getpid()));
   for (const DataType type : {DataType::kBfloat16, DataType::kFloat16}) {
     for (int stage = 0; stage < 4; ++stage) {
-      ToyOptions options = options_for(stage, type, 3);
+      ToyOptions options = cuda_options_for(stage, type, 3);
       options.steps = 4;
       const ToyResult whole = reference_toy(options);
       FakeGpu gpu;
@@ -230,7 +230,7 @@ TEST(EngineOnCuda, ResumesFromSavedStateWithTheSameBits) {
         trainer.collect(resumed);
         resumed.grad_norms = whole.grad_norms;  // The resumed run has only half of them.
         resumed.metrics = whole.metrics;
-        expect_same(resumed, whole, "saved at stage " + std::to_string(stage));
+        expect_same_bits(resumed, whole, "saved at stage " + std::to_string(stage));
         EXPECT_EQ(trainer.engine().applied_steps(), 4u);
       });
       std::filesystem::remove_all(directory);

@@ -15,6 +15,11 @@
 
 namespace forebay {
 
+namespace testing {
+// The granule of most stores in tests.
+constexpr std::size_t kGranule = 4096;
+}  // namespace testing
+
 // Fails one transfer. Transfers of each direction are counted from 1, in the order of submission.
 struct StoreFault {
   StoreDirection direction = StoreDirection::kRead;

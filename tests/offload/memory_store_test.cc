@@ -15,12 +15,11 @@ namespace {
 using std::chrono::milliseconds;
 using testing::equal;
 using testing::fill_pattern;
+using testing::kGranule;
 using testing::kSoon;
 using testing::Memory;
 using testing::read_all;
 using testing::write_all;
-
-constexpr std::size_t kGranule = 4096;
 
 TEST(MemoryStore, FailsTheTransferThatTheScriptNames) {
   const Status broken(StatusCode::kIoError, "as scripted");

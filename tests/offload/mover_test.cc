@@ -11,7 +11,7 @@
 namespace forebay {
 namespace {
 
-constexpr std::size_t kGranule = 4096;
+using testing::kGranule;
 
 class MoverTest : public ::testing::Test {
  protected:

@@ -11,7 +11,8 @@
 namespace forebay {
 namespace {
 
-constexpr std::size_t kGranule = 4096;
+using testing::kGranule;
+
 constexpr std::size_t kPartBytes = 3 * kGranule;
 
 // `part_count` parts of three fields: one read and written, one read only, one written only.

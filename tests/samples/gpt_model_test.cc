@@ -45,9 +45,9 @@ GptReference reference_of(const PlainModel& model, const GptShape& shape) {
 
 constexpr GptShape kTiny{.layers = 2, .hidden = 12, .heads = 3, .sequence = 5};
 
-class GptModel : public testing::TestWithParam<std::string> {};
+class GptModel : public ::testing::TestWithParam<std::string> {};
 
-INSTANTIATE_TEST_SUITE_P(Products, GptModel, testing::ValuesIn(matmul_names()),
+INSTANTIATE_TEST_SUITE_P(Products, GptModel, ::testing::ValuesIn(matmul_names()),
                          [](const auto& info) { return info.param; });
 
 // Every parameter's gradient, at sampled elements, against central differences of the double-precision loss,

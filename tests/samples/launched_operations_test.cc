@@ -37,7 +37,7 @@ std::uint64_t test_seed() {
 }
 
 // Runs one computation with either kind of operations, each on its own copy of the data.
-class LaunchedOperationsTest : public testing::Test {
+class LaunchedOperationsTest : public ::testing::Test {
  protected:
   using Buffers = std::vector<std::vector<float>>;
   using Computation = std::function<void(Operations&, Buffers&)>;

@@ -81,9 +81,9 @@ TEST(LearningRates, AreReadFromTheCommandLine) {
   EXPECT_EQ(schedule.warmup, 3u);
   EXPECT_EQ(schedule.last, 1e-5);
   const auto refused = [](const std::vector<std::string>& arguments, const std::string& part) {
-    testing::internal::CaptureStderr();
+    ::testing::internal::CaptureStderr();
     EXPECT_EQ(parse_command(arguments).exit_code, 2);
-    const std::string said = testing::internal::GetCapturedStderr();
+    const std::string said = ::testing::internal::GetCapturedStderr();
     EXPECT_NE(said.find(part), std::string::npos) << said;
   };
   refused({"--schedule", "square"}, "--schedule");

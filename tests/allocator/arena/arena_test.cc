@@ -4,9 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
-#include <condition_variable>
 #include <cstring>
-#include <mutex>
 #include <set>
 #include <thread>
 #include <vector>
@@ -14,31 +12,14 @@
 #include "forebay/units.h"
 #include "runtime/device/forwarding_backend.h"
 #include "runtime/device/host/script.h"
+#include "tests/allocator/arena/chunk.h"
+#include "tests/support/gate.h"
 
 namespace forebay {
 namespace {
 
-constexpr std::size_t kChunk = 64_KiB;
-
-// Holds a stream's work until it is opened. Give `wait` to call_host.
-class Gate {
- public:
-  static void wait(void* gate) {
-    auto* self = static_cast<Gate*>(gate);
-    std::unique_lock lock(self->mutex_);
-    self->opened_.wait(lock, [self] { return self->open_; });
-  }
-  void open() {
-    std::lock_guard lock(mutex_);
-    open_ = true;
-    opened_.notify_all();
-  }
-
- private:
-  std::mutex mutex_;
-  std::condition_variable opened_;
-  bool open_ = false;
-};
+using testing::Gate;
+using testing::kChunk;
 
 class ArenaTest : public ::testing::Test {
  protected:

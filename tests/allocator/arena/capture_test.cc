@@ -11,15 +11,15 @@
 #include "forebay/arena.h"
 #include "forebay/host_backend.h"
 #include "forebay/units.h"
+#include "tests/allocator/arena/chunk.h"
 #include "tests/allocator/arena/watched_backend.h"
 
 namespace forebay {
 namespace {
 
 using testing::Extent;
+using testing::kChunk;
 using testing::WatchedBackend;
-
-constexpr std::size_t kChunk = 64_KiB;
 
 class ArenaCaptureTest : public ::testing::Test {
  protected:

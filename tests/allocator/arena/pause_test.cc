@@ -2,9 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <condition_variable>
 #include <cstring>
-#include <mutex>
 #include <thread>
 #include <tuple>
 #include <vector>
@@ -12,11 +10,14 @@
 #include "forebay/arena.h"
 #include "forebay/units.h"
 #include "runtime/device/host/script.h"
+#include "tests/allocator/arena/chunk.h"
+#include "tests/support/gate.h"
 
 namespace forebay {
 namespace {
 
-constexpr std::size_t kChunk = 64_KiB;
+using testing::Gate;
+using testing::kChunk;
 
 class ArenaPauseTest : public ::testing::Test {
  protected:
@@ -264,22 +265,6 @@ TEST_F(ArenaPauseTest, AnArenaCanEndWhileATagIsPaused) {
   take(3 * kChunk, tag_);
   ASSERT_TRUE(arena_->pause(tag_, true).ok());
 }
-
-struct Gate {
-  static void wait(void* gate) {
-    auto* self = static_cast<Gate*>(gate);
-    std::unique_lock lock(self->mutex);
-    self->opened.wait(lock, [self] { return self->open_now; });
-  }
-  void open() {
-    const std::lock_guard lock(mutex);
-    open_now = true;
-    opened.notify_all();
-  }
-  std::mutex mutex;
-  std::condition_variable opened;
-  bool open_now = false;
-};
 
 TEST_F(ArenaPauseTest, WaitsUntilFreedBlocksAreOutOfUse) {
   DevicePtr used = take(2 * kChunk, tag_, stream_);

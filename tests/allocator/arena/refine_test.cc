@@ -3,9 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
-#include <condition_variable>
 #include <cstring>
-#include <mutex>
 #include <random>
 #include <thread>
 #include <vector>
@@ -14,31 +12,14 @@
 #include "forebay/arena.h"
 #include "forebay/host_backend.h"
 #include "forebay/units.h"
+#include "tests/allocator/arena/chunk.h"
+#include "tests/support/gate.h"
 
 namespace forebay {
 namespace {
 
-constexpr std::size_t kChunk = 64_KiB;
-
-// Holds a stream's work until it is opened. Give `wait` to call_host.
-class Gate {
- public:
-  static void wait(void* gate) {
-    auto* self = static_cast<Gate*>(gate);
-    std::unique_lock lock(self->mutex_);
-    self->opened_.wait(lock, [self] { return self->open_; });
-  }
-  void open() {
-    const std::lock_guard lock(mutex_);
-    open_ = true;
-    opened_.notify_all();
-  }
-
- private:
-  std::mutex mutex_;
-  std::condition_variable opened_;
-  bool open_ = false;
-};
+using testing::Gate;
+using testing::kChunk;
 
 class ArenaRefineTest : public ::testing::Test {
  protected:

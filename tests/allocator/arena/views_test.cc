@@ -3,7 +3,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <condition_variable>
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
@@ -18,15 +17,17 @@
 #include "forebay/model_backend.h"
 #include "forebay/units.h"
 #include "runtime/device/host/script.h"
+#include "tests/allocator/arena/chunk.h"
 #include "tests/allocator/arena/watched_backend.h"
+#include "tests/support/gate.h"
 
 namespace forebay {
 namespace {
 
 using testing::Extent;
+using testing::Gate;
+using testing::kChunk;
 using testing::WatchedBackend;
-
-constexpr std::size_t kChunk = 64_KiB;
 
 struct StepEvent {
   bool is_free = false;
@@ -225,23 +226,6 @@ TEST_F(ArenaViewsTest, SeveralThreadsNeverGetTheSameMemoryAtTwoAddresses) {
   for (std::thread& thread : threads) thread.join();
   EXPECT_GT(arena_->statistics().moved_chunk_count, 0u);
 }
-
-// Holds a stream's work until it is opened.
-struct Gate {
-  static void wait(void* gate) {
-    auto* self = static_cast<Gate*>(gate);
-    std::unique_lock lock(self->mutex);
-    self->opened.wait(lock, [self] { return self->open_now; });
-  }
-  void open() {
-    const std::lock_guard lock(mutex);
-    open_now = true;
-    opened.notify_all();
-  }
-  std::mutex mutex;
-  std::condition_variable opened;
-  bool open_now = false;
-};
 
 // Memory freed on a stream may go to other addresses for the same stream at once. But its old addresses must
 // stay mapped until the stream's work is done with them, even if the arena is trimmed.

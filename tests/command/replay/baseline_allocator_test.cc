@@ -8,7 +8,7 @@
 namespace forebay {
 namespace {
 
-class BaselineAllocatorTest : public testing::Test {
+class BaselineAllocatorTest : public ::testing::Test {
  protected:
   void make(std::size_t memory_bytes) {
     ModelBackendOptions options;

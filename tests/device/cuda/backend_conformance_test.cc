@@ -62,7 +62,7 @@ BackendUnderTest cuda(const char* name, std::uint64_t seed) {
 
 // The second kind has its independent streams reordered, which only the fake can do.
 INSTANTIATE_TEST_SUITE_P(Cuda, BackendConformance,
-                         testing::Values(cuda("cuda", 0), cuda("reordered", 20261121)),
+                         ::testing::Values(cuda("cuda", 0), cuda("reordered", 20261121)),
                          [](const auto& info) { return info.param.name; });
 
 }  // namespace

@@ -128,7 +128,7 @@ void use_all(Workload& workload, Told& told) {
   if (told.note(backend.status())) use(*backend.value(), workload, told);
 }
 
-class CudaBackendFaultRun : public testing::Test {
+class CudaBackendFaultRun : public ::testing::Test {
  protected:
   CudaBackendFaultRun() : fake_(fake_cuda::choose_fake()) {
     // A trial that fails is told at this level.
@@ -145,11 +145,11 @@ class CudaBackendFaultRun : public testing::Test {
   std::string run_with_fault(const Call& call, std::uint64_t nth) {
     start();
     EXPECT_EQ(fake_.fail(call.symbol, nth, static_cast<int>(cuda::CuResult::kUnknown)), 0);
-    testing::internal::CaptureStderr();
+    ::testing::internal::CaptureStderr();
     const auto workload = std::make_unique<Workload>();
     Told told;
     use_all(*workload, told);
-    const std::string log = testing::internal::GetCapturedStderr();
+    const std::string log = ::testing::internal::GetCapturedStderr();
     EXPECT_GE(fake_.call_count(call.symbol), nth) << "the fault was never met";
     // Resources that the driver refuses to take back at the very end stay.
     const bool is_last = std::string_view(call.name) == "cuDevicePrimaryCtxRelease" ||
@@ -167,7 +167,7 @@ class CudaBackendFaultRun : public testing::Test {
   fake_cuda::FakeCuda fake_;
 };
 
-class CudaBackendFaults : public CudaBackendFaultRun, public testing::WithParamInterface<Call> {};
+class CudaBackendFaults : public CudaBackendFaultRun, public ::testing::WithParamInterface<Call> {};
 
 TEST_P(CudaBackendFaults, EachCallThatFailsIsToldAndLeavesNothing) {
   const Call& call = GetParam();
@@ -181,16 +181,16 @@ TEST_P(CudaBackendFaults, EachCallThatFailsIsToldAndLeavesNothing) {
   for (std::uint64_t nth = 1; nth <= count; ++nth) expect_told(call, nth);
 }
 
-INSTANTIATE_TEST_SUITE_P(Cuda, CudaBackendFaults, testing::ValuesIn(kCalls),
+INSTANTIATE_TEST_SUITE_P(Cuda, CudaBackendFaults, ::testing::ValuesIn(kCalls),
                          [](const auto& info) { return info.param.symbol; });
 
 TEST_F(CudaBackendFaultRun, ARunWithoutFaultsIsToldNothingAndMakesEveryCall) {
   start();
   const auto workload = std::make_unique<Workload>();
   Told told;
-  testing::internal::CaptureStderr();
+  ::testing::internal::CaptureStderr();
   use_all(*workload, told);
-  EXPECT_EQ(told.text() + testing::internal::GetCapturedStderr(), "");
+  EXPECT_EQ(told.text() + ::testing::internal::GetCapturedStderr(), "");
   EXPECT_EQ(workload->called, 2);
   EXPECT_EQ(workload->host[kPage - 1], std::byte{0x5A});
   for (const Call& call : kCalls) {

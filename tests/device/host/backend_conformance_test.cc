@@ -12,17 +12,17 @@ const HostKernel kKernels[] = {{"store",
                                {nullptr, nullptr}};
 
 INSTANTIATE_TEST_SUITE_P(Host, BackendConformance,
-                         testing::Values(BackendUnderTest{.name = "host",
-                                                          .make = []() -> std::unique_ptr<Backend> {
-                                                            HostBackendOptions options;
-                                                            options.granularity = 64 << 10;
-                                                            options.memory_bytes = 16 << 20;
-                                                            options.queue_limit = 64;
-                                                            return HostBackend::create(options).value();
-                                                          },
-                                                          .queue_limit = 64,
-                                                          .module = {.host_kernels = kKernels},
-                                                          .store_kernel = "store"}),
+                         ::testing::Values(BackendUnderTest{.name = "host",
+                                                            .make = []() -> std::unique_ptr<Backend> {
+                                                              HostBackendOptions options;
+                                                              options.granularity = 64 << 10;
+                                                              options.memory_bytes = 16 << 20;
+                                                              options.queue_limit = 64;
+                                                              return HostBackend::create(options).value();
+                                                            },
+                                                            .queue_limit = 64,
+                                                            .module = {.host_kernels = kKernels},
+                                                            .store_kernel = "store"}),
                          [](const auto& info) { return info.param.name; });
 
 }  // namespace

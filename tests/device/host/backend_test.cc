@@ -8,18 +8,18 @@
 namespace forebay {
 namespace {
 
-constexpr std::size_t kGranule = 64 << 10;
+constexpr std::size_t kHostGranule = 64 << 10;
 
 HostBackendOptions small_options() {
   HostBackendOptions options;
-  options.granularity = kGranule;
-  options.memory_bytes = 16 * kGranule;
+  options.granularity = kHostGranule;
+  options.memory_bytes = 16 * kHostGranule;
   return options;
 }
 
 TEST(HostBackend, OutOfMemoryNamesAskedFoundAndTry) {
   const auto backend = ScriptedHostBackend::create(small_options()).value();
-  const Status status = backend->chunk_create(17 * kGranule).status();
+  const Status status = backend->chunk_create(17 * kHostGranule).status();
   EXPECT_EQ(status.code(), StatusCode::kOutOfMemory);
   EXPECT_EQ(
       status.message(),
@@ -40,14 +40,14 @@ TEST(HostBackend, RefusesABadGranularity) {
 TEST(HostBackend, FreshMemoryIsPoisonedAgainAfterReuse) {
   const auto backend = ScriptedHostBackend::create(small_options()).value();
   for (int i = 0; i < 2; ++i) {
-    const DevicePtr block = backend->alloc(kGranule).value();
+    const DevicePtr block = backend->alloc(kHostGranule).value();
     EXPECT_EQ(static_cast<int>(block[0]), 0xCB);
-    EXPECT_EQ(static_cast<int>(block[kGranule - 1]), 0xCB);
+    EXPECT_EQ(static_cast<int>(block[kHostGranule - 1]), 0xCB);
     block[0] = std::byte{1};
     EXPECT_TRUE(backend->free(block).ok());
   }
   EXPECT_EQ(backend->live_handle_count(), 0u);
-  EXPECT_EQ(backend->peak_charged_bytes(), kGranule);
+  EXPECT_EQ(backend->peak_charged_bytes(), kHostGranule);
 }
 
 TEST(HostBackend, CopiesOnTwoStreamsOverlapExactly) {
@@ -59,9 +59,9 @@ TEST(HostBackend, CopiesOnTwoStreamsOverlapExactly) {
   self.adopt();
   const Stream first = backend->stream_create().value();
   const Stream second = backend->stream_create().value();
-  const DevicePtr block = backend->alloc(4 * kGranule).value();
-  EXPECT_TRUE(backend->copy_async(block, block + kGranule, 30000, first).ok());
-  EXPECT_TRUE(backend->copy_async(block + 2 * kGranule, block + 3 * kGranule, 50000, second).ok());
+  const DevicePtr block = backend->alloc(4 * kHostGranule).value();
+  EXPECT_TRUE(backend->copy_async(block, block + kHostGranule, 30000, first).ok());
+  EXPECT_TRUE(backend->copy_async(block + 2 * kHostGranule, block + 3 * kHostGranule, 50000, second).ok());
   EXPECT_TRUE(backend->stream_synchronize(first).ok());
   EXPECT_EQ(clock.now(), std::chrono::microseconds(30));
   EXPECT_TRUE(backend->stream_synchronize(second).ok());
@@ -93,26 +93,26 @@ Status use_everything(HostBackend& backend) {
     if (first.ok() && !status.ok()) first = std::move(status);
     return first.ok();
   };
-  Result<DevicePtr> base = backend.reserve(kGranule, 0);
+  Result<DevicePtr> base = backend.reserve(kHostGranule, 0);
   note(base.status());
-  Result<Chunk> chunk = backend.chunk_create(kGranule);
+  Result<Chunk> chunk = backend.chunk_create(kHostGranule);
   note(chunk.status());
   if (base.ok() && chunk.ok()) {
     const Status mapped = backend.map(base.value(), chunk.value());
     note(mapped);
     if (mapped.ok()) {
-      note(backend.set_access(base.value(), kGranule));
-      if (!note(backend.unmap(base.value(), kGranule))) {
-        static_cast<void>(backend.unmap(base.value(), kGranule));
+      note(backend.set_access(base.value(), kHostGranule));
+      if (!note(backend.unmap(base.value(), kHostGranule))) {
+        static_cast<void>(backend.unmap(base.value(), kHostGranule));
       }
     }
   }
   if (chunk.ok()) note(backend.chunk_destroy(chunk.value()));
-  if (base.ok()) note(backend.release(base.value(), kGranule));
+  if (base.ok()) note(backend.release(base.value(), kHostGranule));
   const Status pinned = backend.pin(page, sizeof(page));
   note(pinned);
   if (pinned.ok()) note(backend.unpin(page));
-  Result<DevicePtr> block = backend.alloc(kGranule);
+  Result<DevicePtr> block = backend.alloc(kHostGranule);
   note(block.status());
   Result<Stream> stream = backend.stream_create();
   note(stream.status());
@@ -122,7 +122,7 @@ Status use_everything(HostBackend& backend) {
   note(module.status());
   if (stream.ok()) {
     if (block.ok()) {
-      note(backend.fill_async(block.value(), 1, kGranule, stream.value()));
+      note(backend.fill_async(block.value(), 1, kHostGranule, stream.value()));
       note(backend.copy_async(page, block.value(), sizeof(page), stream.value()));
     }
     if (event.ok()) {
@@ -161,7 +161,7 @@ TEST(HostBackend, EveryFaultStrikesOnceAndLeaksNothing) {
 
 TEST(HostBackend, EndsWithLiveHandles) {
   const auto backend = ScriptedHostBackend::create(small_options()).value();
-  EXPECT_TRUE(backend->alloc(kGranule).ok());
+  EXPECT_TRUE(backend->alloc(kHostGranule).ok());
   EXPECT_TRUE(backend->stream_create().ok());
   EXPECT_TRUE(backend->event_create().ok());
   EXPECT_EQ(backend->live_handle_count(), 3u);

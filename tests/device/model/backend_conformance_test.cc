@@ -13,7 +13,7 @@ const HostKernel kKernels[] = {
 // the gate within call_host.
 INSTANTIATE_TEST_SUITE_P(
     Model, BackendConformance,
-    testing::Values(BackendUnderTest{
+    ::testing::Values(BackendUnderTest{
         .name = "model",
         .make = []() -> std::unique_ptr<Backend> {
           ModelBackendOptions options;

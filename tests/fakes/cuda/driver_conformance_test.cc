@@ -72,7 +72,7 @@ constexpr std::size_t kStoreBytes[] = {sizeof(int*), sizeof(int)};
 constexpr FakeKernel kKernelList[] = {{"store", store, 2, kStoreBytes}, {"spin", spin, 1, kStoreBytes}};
 constexpr FakeKernelTable kKernels{kKernelList, 2};
 
-class DriverConformance : public testing::Test {
+class DriverConformance : public ::testing::Test {
  protected:
   static void SetUpTestSuite() {
     const char* const path = std::getenv("FOREBAY_LIBCUDA");
@@ -896,10 +896,10 @@ constexpr unsigned kLongestTestSeconds = 60;
 
 // Runs each test in a process of its own. Returns how many failed.
 int run_each_alone(const char* program) {
-  const testing::UnitTest& all = *testing::UnitTest::GetInstance();
+  const ::testing::UnitTest& all = *::testing::UnitTest::GetInstance();
   int run = 0, failed = 0;
   for (int s = 0; s < all.total_test_suite_count(); ++s) {
-    const testing::TestSuite& suite = *all.GetTestSuite(s);
+    const ::testing::TestSuite& suite = *all.GetTestSuite(s);
     for (int t = 0; t < suite.total_test_count(); ++t) {
       const std::string name = std::string(suite.name()) + "." + suite.GetTestInfo(t)->name();
       const std::string filter = "--gtest_filter=" + name;
@@ -926,7 +926,7 @@ int run_each_alone(const char* program) {
 }  // namespace forebay::fake_cuda
 
 int main(int argc, char** argv) {
-  testing::InitGoogleTest(&argc, argv);
+  ::testing::InitGoogleTest(&argc, argv);
   // With a filter (CTest gives one) or for the list it is one process.
   const bool alone = testing::GTEST_FLAG(filter) != "*" || testing::GTEST_FLAG(list_tests);
   if (!alone) return forebay::fake_cuda::run_each_alone(argv[0]) == 0 ? 0 : 1;

@@ -63,7 +63,7 @@ FakeOptions small_options() {
   return options;
 }
 
-class FakeCudaTest : public testing::Test {
+class FakeCudaTest : public ::testing::Test {
  protected:
   FakeCudaTest()
       : fake_(FakeCuda::open(FAKE_CUDA_LIBRARY)), driver_(DriverUnderTest::open(FAKE_CUDA_LIBRARY)) {}

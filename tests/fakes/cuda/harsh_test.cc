@@ -53,7 +53,7 @@ void count(void* counter) {
   ++*static_cast<std::atomic<int>*>(counter);
 }
 
-class HarshFakeCuda : public testing::Test {
+class HarshFakeCuda : public ::testing::Test {
  protected:
   HarshFakeCuda() {
     ::unsetenv("FAKE_CUDA_HARSH");

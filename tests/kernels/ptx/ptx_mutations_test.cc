@@ -16,7 +16,7 @@ namespace forebay::ptx_test {
 namespace {
 
 // Some defects never end.
-constexpr std::uint64_t kMostInstructions = 3'000'000;
+constexpr std::uint64_t kMostInstructionsOfAMutant = 3'000'000;
 
 constexpr int kLast = -1;
 
@@ -92,7 +92,8 @@ std::string caught_by(const ptx::Module& module, const Mutation& mutation,
   for (const KernelCase& wanted : cases) {
     if (wanted.kernel != mutation.kernel) continue;
     try {
-      const Comparison compared = compare(wanted, module.kernels.at(wanted.kernel), kMostInstructions);
+      const Comparison compared =
+          compare(wanted, module.kernels.at(wanted.kernel), kMostInstructionsOfAMutant);
       if (compared.differences != 0) return compared.first_difference;
     } catch (const ptx::Fault& fault) {
       return fault.what();

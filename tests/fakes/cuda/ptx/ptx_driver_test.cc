@@ -53,7 +53,7 @@ constexpr char kPoke[] = R"(
   ret;
 })";
 
-class PtxDriver : public testing::Test {
+class PtxDriver : public ::testing::Test {
  protected:
   PtxDriver() : fake_(FakeCuda::open(FAKE_CUDA_LIBRARY)), driver_(DriverUnderTest::open(FAKE_CUDA_LIBRARY)) {
     ::unsetenv("FAKE_CUDA_KERNELS");
