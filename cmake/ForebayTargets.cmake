@@ -113,7 +113,20 @@ endfunction()
 
 # Tests are compiled more often than they are run, and programs spend little time outside the libraries.
 set(FOREBAY_TEST_OPTIONS $<$<CONFIG:RelWithDebInfo>:-O0>)
+set(FOREBAY_BUSY_TEST_OPTIONS $<$<CONFIG:RelWithDebInfo>:-O1>)
 set(FOREBAY_COMMAND_OPTIONS $<$<CONFIG:RelWithDebInfo>:-O1>)
+
+# The options and the precompiled headers of a test's sources. Headers that were compiled with -O0 do not serve -O1.
+function(forebay_test_options target busy)
+  if(busy)
+    target_compile_options(${target} PRIVATE ${FOREBAY_BUSY_TEST_OPTIONS})
+  else()
+    target_compile_options(${target} PRIVATE ${FOREBAY_TEST_OPTIONS})
+  endif()
+  if(NOT busy OR NOT CMAKE_BUILD_TYPE STREQUAL "RelWithDebInfo")
+    target_precompile_headers(${target} REUSE_FROM forebay_test_headers)
+  endif()
+endfunction()
 
 # forebay_suite(name SOURCES a.cc ...): parameterized tests that several programs instantiate, compiled once. A program has
 # LINK name.
@@ -122,18 +135,18 @@ function(forebay_suite name)
   add_library(${name} OBJECT ${ARG_SOURCES})
   target_include_directories(${name} PRIVATE "${PROJECT_SOURCE_DIR}")
   target_link_libraries(${name} PRIVATE forebay_flags forebay GTest::gtest_main)
-  target_compile_options(${name} PRIVATE ${FOREBAY_TEST_OPTIONS})
-  target_precompile_headers(${name} REUSE_FROM forebay_test_headers)
+  forebay_test_options(${name} OFF)
 endfunction()
 
-# forebay_test(name SOURCES a.cc ... [ALONE b.cc ...] [LABELS unit ...] [TIMEOUT seconds] [SLOW_TIMEOUT seconds] [LINK extra ...])
+# forebay_test(name [BUSY] SOURCES a.cc ... [ALONE b.cc ...] [LABELS unit ...] [TIMEOUT seconds] [SLOW_TIMEOUT seconds] [LINK extra ...])
 # One GoogleTest program, one ctest entry per test case. Private headers are reached from the source root. With FOREBAY_UNITY the
 # SOURCES are compiled as one, because each test source spends most of its time on the templates that its neighbours use too: about
-# eight to a program, and none of them uses a local name of another. Sources that must be compiled by themselves are ALONE. With
+# eight to a program, and none of them uses a local name of another. Sources that must be compiled by themselves are ALONE. BUSY:
+# the tests compute for so long that -O1 saves more time than it costs. With
 # SLOW_TIMEOUT the suites whose name begins with Slow have the label slow, and that time (tests/support/slow.h). A limit is at least
 # ten times as long as the slowest test takes on an idle machine.
 function(forebay_test name)
-  cmake_parse_arguments(ARG "" "TIMEOUT;SLOW_TIMEOUT" "SOURCES;ALONE;LABELS;LINK" ${ARGN})
+  cmake_parse_arguments(ARG "BUSY" "TIMEOUT;SLOW_TIMEOUT" "SOURCES;ALONE;LABELS;LINK" ${ARGN})
   if(NOT ARG_LABELS)
     set(ARG_LABELS unit)
   endif()
@@ -167,8 +180,7 @@ function(forebay_test name)
   if(NOT built)
     add_dependencies(tests_${folder} ${name})
   endif()
-  target_compile_options(${name} PRIVATE ${FOREBAY_TEST_OPTIONS})
-  target_precompile_headers(${name} REUSE_FROM forebay_test_headers)
+  forebay_test_options(${name} "${ARG_BUSY}")
   set_target_properties(${name} PROPERTIES RUNTIME_OUTPUT_DIRECTORY "${PROJECT_BINARY_DIR}/tests")
   set(ordinary)
   if(ARG_SLOW_TIMEOUT)
