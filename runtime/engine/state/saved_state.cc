@@ -220,8 +220,13 @@ bool SavedState::has(const std::string& parameter, const std::string& field) con
 std::span<const float> SavedState::block_of(const Tensor& tensor, const Tensor::Piece& piece, int field,
                                             std::uint64_t block, const std::string& parameter) {
   const std::uint64_t number = piece.first_block + block;
+  const std::uint64_t begin = block * piece.block_count;
+  const std::uint64_t count = std::min(piece.block_count, piece.count - begin);
+  const std::uint64_t at = piece.at + begin * sizeof(float);
   for (Block& kept : blocks_) {
-    if (kept.file != piece.file || kept.number != number) continue;
+    // Two pieces of a damaged manifest may name one block.
+    if (kept.file != piece.file || kept.number != number || kept.at != at || kept.values.size() != count)
+      continue;
     kept.last_use = ++uses_;
     return kept.values;
   }
@@ -233,13 +238,12 @@ std::span<const float> SavedState::block_of(const Tensor& tensor, const Tensor::
   if (blocks_.size() < wanted) blocks_.emplace_back();
   Block& place = *std::min_element(blocks_.begin(), blocks_.end(),
                                    [](const Block& a, const Block& b) { return a.last_use < b.last_use; });
-  const std::uint64_t begin = block * piece.block_count;
   place.last_use = 0;
   place.number = UINT64_MAX;  // Until it is whole.
-  place.values.resize(std::min(piece.block_count, piece.count - begin));
+  place.values.resize(count);
   const StateFile file = files_.open(list_[piece.file].name);
   const std::uint64_t bytes = place.values.size() * sizeof(float);
-  file.read_at(piece.at + begin * sizeof(float), place.values.data(), bytes);
+  file.read_at(at, place.values.data(), bytes);
   bytes_read_ += bytes;
   if (checksum_of(place.values.data(), bytes) != list_[piece.file].checksums[number]) {
     corrupt(file.path(), std::string("the checksum of ") + kStateFields[field] + " of " +
@@ -247,6 +251,7 @@ std::span<const float> SavedState::block_of(const Tensor& tensor, const Tensor::
   }
   place.file = piece.file;
   place.number = number;
+  place.at = at;
   place.last_use = ++uses_;
   return place.values;
 }

@@ -75,7 +75,8 @@ class SavedState {
   };
   struct Block {
     std::size_t file = 0;
-    std::uint64_t number = 0;  // In the file.
+    std::uint64_t number = UINT64_MAX;  // In the file. This: none.
+    std::uint64_t at = 0;               // Bytes from the start of the file.
     std::uint64_t last_use = 0;
     std::vector<float> values;
   };
