@@ -96,7 +96,7 @@ void MatrixUpdates::queue_products(int index, float* gathered) {
   const auto number = static_cast<std::size_t>(index);
   stream_.wait(gathered_[number]);
   const MarkedSpan span = context_.marked(stream_, "products", "orthogonalise", index);
-  std::uint64_t end = 0;  // Of the elements that are done.
+  std::uint64_t end = 0;  // The elements before it are done.
   const auto zero_until = [&](std::uint64_t begin) {
     if (begin == end) return;
     stream_.fill(reinterpret_cast<std::byte*>(gathered + end), 0, (begin - end) * sizeof(float));
