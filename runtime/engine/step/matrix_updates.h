@@ -62,7 +62,7 @@ class MatrixUpdates : private StepPart {
   Updater& updater_;
   std::vector<Work> work_;
   std::vector<std::vector<Product>> products_;  // By unit, in order of the matrices.
-  std::vector<GroupHyperparameters> groups_;    // Of the step.
+  std::vector<GroupHyperparameters> groups_;    // The step's.
   std::vector<EngineEvent> taken_;              // By unit: this rank's momentum,
   std::vector<EngineEvent> gathered_;           // that of all ranks,
   std::vector<EngineEvent> done_;               // and the products of this rank.
