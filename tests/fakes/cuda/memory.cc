@@ -253,9 +253,12 @@ Mapping& Memory::add_mapping(Mapping mapping) {
 }
 
 CuResult Memory::open(Mapping& mapping) {
+  // Kernels may run in an open mapping, when another device gets access to it.
+  if (mapping.is_open) return protect(mapping);
   void* const mapped = ::mmap(pointer(mapping.begin), mapping.bytes, PROT_NONE, MAP_SHARED | MAP_FIXED,
                               mapping.physical->file, 0);
   if (mapped == MAP_FAILED) return CuResult::kOutOfMemory;
+  mapping.is_open = true;
   return protect(mapping);
 }
 

@@ -68,6 +68,7 @@ struct Mapping {
   bool graph_owned = false;
   bool available = true;
   bool sync_memops = false;
+  bool is_open = false;  // Its file is mapped.
   Address end() const { return begin + bytes; }
 };
 
