@@ -88,7 +88,7 @@ bool needs_other_process(const Name& name) {
 }
 
 // Null for a number that was never a handle.
-Record* find(const void* handle) {
+Record* find_record(const void* handle) {
   if ((reinterpret_cast<std::uint64_t>(handle) & (0xFFull << 56)) != kMark) return nullptr;
   const std::uint32_t index = decode(handle).index;
   Row* const row = rows[index / kRowSize].load(std::memory_order_acquire);
@@ -175,7 +175,7 @@ void* insert(std::shared_ptr<Object> object, Kind kind) {
 
 Object* claim(void* handle, Kind kind, Claim claim, const char* what) {
   if (handle == nullptr) misuse(std::string(what) + " is null; give a handle that was made before");
-  Record* const record = find(handle);
+  Record* const record = find_record(handle);
   const Name name = decode(handle);
   if (record == nullptr)
     misuse(std::string(what) + " is not a handle of this library; give one that it made");
@@ -197,16 +197,16 @@ Object* claim(void* handle, Kind kind, Claim claim, const char* what) {
 }
 
 std::shared_ptr<Object> shared(void* handle) {
-  return find(handle)->object;
+  return find_record(handle)->object;
 }
 
 void unclaim(void* handle, Claim claim) noexcept {
-  drop(*find(handle), decode(handle).index, claim == Claim::kExclusive ? kBusy + 1 : 1);
+  drop(*find_record(handle), decode(handle).index, claim == Claim::kExclusive ? kBusy + 1 : 1);
 }
 
 void close(void* handle, Kind kind, const char* function) noexcept {
   if (handle == nullptr) return;
-  Record* const record = find(handle);
+  Record* const record = find_record(handle);
   const Name name = decode(handle);
   if (record == nullptr || name.kind != kind || needs_other_process(name)) {
     set_last_error(

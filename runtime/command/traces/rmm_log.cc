@@ -25,7 +25,7 @@ std::string_view trim(std::string_view text) {
   return text;
 }
 
-void split(std::string_view line, std::vector<std::string_view>* fields) {
+void split_fields(std::string_view line, std::vector<std::string_view>* fields) {
   fields->clear();
   while (fields->size() < kColumnLimit) {
     const std::size_t comma = line.find(',');
@@ -38,7 +38,7 @@ void split(std::string_view line, std::vector<std::string_view>* fields) {
 // Where each column is. Empty if one is missing.
 std::optional<std::vector<std::size_t>> find_columns(std::string_view header) {
   std::vector<std::string_view> fields;
-  split(header, &fields);
+  split_fields(header, &fields);
   std::vector<std::size_t> columns;
   for (const std::string_view name : kColumnNames) {
     const auto found = std::find(fields.begin(), fields.end(), name);
@@ -89,7 +89,7 @@ class RmmLog {
     }
     std::vector<std::string_view> fields;
     while (next_content(lines, &line)) {
-      split(line, &fields);
+      split_fields(line, &fields);
       Row row{};
       row.line = lines.number();
       if (const std::string problem = read_row(fields, *columns, &row); !problem.empty()) {

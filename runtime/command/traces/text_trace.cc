@@ -9,7 +9,7 @@ namespace {
 constexpr std::size_t kWordLimit = 5;  // One more than the longest line has, so that a further word shows.
 
 // The words of a line; at most kWordLimit of them.
-std::size_t split(std::string_view line, std::array<std::string_view, kWordLimit>* words) {
+std::size_t split_words(std::string_view line, std::array<std::string_view, kWordLimit>* words) {
   std::size_t count = 0;
   while (count < kWordLimit) {
     const std::size_t begin = line.find_first_not_of(" \t");
@@ -29,7 +29,7 @@ bool is_text_trace(std::string_view text) {
   std::string_view line;
   while (lines.next(&line)) {
     std::array<std::string_view, kWordLimit> words;
-    if (split(line, &words) == 0 || words[0][0] == '#') continue;
+    if (split_words(line, &words) == 0 || words[0][0] == '#') continue;
     return words[0] == "a" || words[0] == "f";
   }
   return false;
@@ -46,7 +46,7 @@ Result<AllocationTrace> parse_text_trace(std::string_view text, const std::strin
   };
   while (lines.next(&line)) {
     std::array<std::string_view, kWordLimit> words;
-    const std::size_t count = split(line, &words);
+    const std::size_t count = split_words(line, &words);
     if (count == 0) continue;
     if (words[0][0] == '#') {
       if (count != 2 || words[0] != "#" || words[1] != "warm") continue;

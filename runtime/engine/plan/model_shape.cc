@@ -21,7 +21,7 @@ Status refuse(const std::string& message) {
   return Status(StatusCode::kInvalidArgument, message);
 }
 
-Status check_range(const char* name, std::uint64_t value, std::uint64_t limit) {
+Status check_limit(const char* name, std::uint64_t value, std::uint64_t limit) {
   if (value >= 1 && value <= limit) return Status();
   return refuse(std::string(name) + " is " + std::to_string(value) + "; use 1 to " + std::to_string(limit));
 }
@@ -240,12 +240,12 @@ Status check_part(const TransformerShape& shape, const ModelPart& part) {
 
 Result<TransformerShape> complete_shape(TransformerShape shape) {
   const bool gpt2 = shape.kind == TransformerKind::kGpt2;
-  FOREBAY_RETURN_IF_ERROR(check_range("layers", shape.layers, kLayerLimit));
-  FOREBAY_RETURN_IF_ERROR(check_range("hidden", shape.hidden, kWidthLimit));
-  FOREBAY_RETURN_IF_ERROR(check_range("heads", shape.heads, kWidthLimit));
-  FOREBAY_RETURN_IF_ERROR(check_range("vocabulary", shape.vocabulary, kTableLimit));
+  FOREBAY_RETURN_IF_ERROR(check_limit("layers", shape.layers, kLayerLimit));
+  FOREBAY_RETURN_IF_ERROR(check_limit("hidden", shape.hidden, kWidthLimit));
+  FOREBAY_RETURN_IF_ERROR(check_limit("heads", shape.heads, kWidthLimit));
+  FOREBAY_RETURN_IF_ERROR(check_limit("vocabulary", shape.vocabulary, kTableLimit));
   if (gpt2 || shape.positions != 0) {
-    FOREBAY_RETURN_IF_ERROR(check_range("sequence", shape.positions, kTableLimit));
+    FOREBAY_RETURN_IF_ERROR(check_limit("sequence", shape.positions, kTableLimit));
   }
   if (shape.head_dimension == 0) {
     if (shape.hidden % shape.heads != 0) {
@@ -254,30 +254,30 @@ Result<TransformerShape> complete_shape(TransformerShape shape) {
     }
     shape.head_dimension = shape.hidden / shape.heads;
   }
-  FOREBAY_RETURN_IF_ERROR(check_range("head_dim", shape.head_dimension, kWidthLimit / shape.heads));
+  FOREBAY_RETURN_IF_ERROR(check_limit("head_dim", shape.head_dimension, kWidthLimit / shape.heads));
   if (shape.key_value_heads == 0) shape.key_value_heads = shape.heads;
   if (shape.key_value_heads > shape.heads || shape.heads % shape.key_value_heads != 0) {
     return refuse("key-value heads " + std::to_string(shape.key_value_heads) + " does not divide heads " +
                   std::to_string(shape.heads) + "; use a divisor of heads");
   }
   if (shape.intermediate == 0 && gpt2) shape.intermediate = 4 * shape.hidden;
-  FOREBAY_RETURN_IF_ERROR(check_range("intermediate", shape.intermediate, 4 * kWidthLimit));
+  FOREBAY_RETURN_IF_ERROR(check_limit("intermediate", shape.intermediate, 4 * kWidthLimit));
   const Experts& experts = shape.experts;
   if (experts.count > 0) {
-    FOREBAY_RETURN_IF_ERROR(check_range("experts", experts.count, kExpertLimit));
-    FOREBAY_RETURN_IF_ERROR(check_range("active experts", experts.active, experts.count));
-    FOREBAY_RETURN_IF_ERROR(check_range("intermediate of an expert", experts.intermediate, kWidthLimit));
+    FOREBAY_RETURN_IF_ERROR(check_limit("experts", experts.count, kExpertLimit));
+    FOREBAY_RETURN_IF_ERROR(check_limit("active experts", experts.active, experts.count));
+    FOREBAY_RETURN_IF_ERROR(check_limit("intermediate of an expert", experts.intermediate, kWidthLimit));
     if (experts.shared > 0)
-      FOREBAY_RETURN_IF_ERROR(check_range("shared experts", experts.shared, kExpertLimit));
+      FOREBAY_RETURN_IF_ERROR(check_limit("shared experts", experts.shared, kExpertLimit));
   }
   const LatentAttention& latent = shape.latent;
   if (latent.key_value_rank > 0) {
-    FOREBAY_RETURN_IF_ERROR(check_range("kv_lora_rank", latent.key_value_rank, kWidthLimit));
+    FOREBAY_RETURN_IF_ERROR(check_limit("kv_lora_rank", latent.key_value_rank, kWidthLimit));
     FOREBAY_RETURN_IF_ERROR(
-        check_range("qk_rope_head_dim", latent.rotary_dimension, kWidthLimit / shape.heads));
-    FOREBAY_RETURN_IF_ERROR(check_range("v_head_dim", latent.value_dimension, kWidthLimit / shape.heads));
+        check_limit("qk_rope_head_dim", latent.rotary_dimension, kWidthLimit / shape.heads));
+    FOREBAY_RETURN_IF_ERROR(check_limit("v_head_dim", latent.value_dimension, kWidthLimit / shape.heads));
     if (latent.query_rank > 0)
-      FOREBAY_RETURN_IF_ERROR(check_range("q_lora_rank", latent.query_rank, kWidthLimit));
+      FOREBAY_RETURN_IF_ERROR(check_limit("q_lora_rank", latent.query_rank, kWidthLimit));
   }
   return shape;
 }
@@ -318,9 +318,9 @@ Result<std::uint64_t> estimate_activation_bytes(const TransformerShape& shape,
   Result<TransformerShape> completed = complete_shape(shape);
   FOREBAY_RETURN_IF_ERROR(completed.status());
   const TransformerShape& full = completed.value();
-  FOREBAY_RETURN_IF_ERROR(check_range("batch", options.batch, kTableLimit));
+  FOREBAY_RETURN_IF_ERROR(check_limit("batch", options.batch, kTableLimit));
   const std::uint64_t sequence = options.sequence == 0 ? full.positions : options.sequence;
-  FOREBAY_RETURN_IF_ERROR(check_range("sequence", sequence, kTableLimit));
+  FOREBAY_RETURN_IF_ERROR(check_limit("sequence", sequence, kTableLimit));
   if (full.positions != 0 && sequence > full.positions) {
     return refuse("sequence " + std::to_string(sequence) + " is longer than the model's " +
                   std::to_string(full.positions) + " positions; use a shorter one");

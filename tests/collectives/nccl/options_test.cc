@@ -70,7 +70,7 @@ class Trainers {
   nccl::ncclCommAbort_function* abort_ = nullptr;
 };
 
-Status gather(Member& member, NcclCommunicator& communicator) {
+Status gather_by(Member& member, NcclCommunicator& communicator) {
   std::byte* const target = member.allocate(64 * static_cast<std::size_t>(communicator.size()));
   return communicator.all_gather(
       {.source = member.allocate(64), .target = target, .target_stride_bytes = 64, .bytes = 64},
@@ -85,7 +85,7 @@ TEST(NcclOptions, ATrainersCommunicatorIsUsedAndLeftToTheTrainer) {
     {
       auto joined = trainers.join(member, rank, {.deadline = kDeadline, .adopted = comm});
       ASSERT_TRUE(joined.ok()) << joined.status().to_string();
-      EXPECT_TRUE(gather(member, *joined.value()).ok());
+      EXPECT_TRUE(gather_by(member, *joined.value()).ok());
       EXPECT_TRUE(member.backend().stream_synchronize(member.stream()).ok());
       EXPECT_TRUE(joined.value()->status().ok());
       // A group made from it has one of its own, of all the group's ranks.
@@ -121,7 +121,7 @@ TEST(NcclOptions, AfterAFailureATrainersCommunicatorIsRevokedAndNoMore) {
       ASSERT_TRUE(joined.ok()) << joined.status().to_string();
       if (rank == 0) {
         // Rank 1 never comes to it: without the revocation the stream would wait for ever.
-        EXPECT_TRUE(gather(member, *joined.value()).ok());
+        EXPECT_TRUE(gather_by(member, *joined.value()).ok());
         joined.value()->abort(Status(StatusCode::kUnavailable, "given up"));
       }
       while (joined.value()->status().ok()) std::this_thread::yield();

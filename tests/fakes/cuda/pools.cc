@@ -101,7 +101,7 @@ CuResult make_block(const PoolPtr& pool, std::size_t bytes, const ContextPtr& co
   return CuResult::kSuccess;
 }
 
-CuResult allocate(CuDevicePtr* address, std::size_t bytes, PoolPtr pool, const StreamPtr& stream) {
+CuResult allocate_from(CuDevicePtr* address, std::size_t bytes, PoolPtr pool, const StreamPtr& stream) {
   Driver& state = driver();
   if (bytes > state.memory.capacity()) return CuResult::kOutOfMemory;
   if (stream->capture != nullptr && stream->capture->status == CuCaptureStatus::kInvalidated) {
@@ -238,7 +238,7 @@ CuResult cuMemAllocFromPoolAsync(CuDevicePtr* address, std::size_t bytes, CuMemo
   if (result != CuResult::kSuccess) return result;
   PoolPtr from;
   result = find_pool(pool, &from);
-  return result == CuResult::kSuccess ? allocate(address, bytes, from, found) : result;
+  return result == CuResult::kSuccess ? allocate_from(address, bytes, from, found) : result;
 }
 
 CuResult cuMemAllocAsync(CuDevicePtr* address, std::size_t bytes, CuStream stream) {
@@ -248,8 +248,8 @@ CuResult cuMemAllocAsync(CuDevicePtr* address, std::size_t bytes, CuStream strea
   StreamPtr found;
   const CuResult result = find_stream(stream, &found);
   if (result != CuResult::kSuccess) return result;
-  return allocate(address, bytes,
-                  state.devices[static_cast<std::size_t>(found->context->device)].current_pool, found);
+  return allocate_from(address, bytes,
+                       state.devices[static_cast<std::size_t>(found->context->device)].current_pool, found);
 }
 
 CuResult cuMemFreeAsync(CuDevicePtr address, CuStream stream) {
