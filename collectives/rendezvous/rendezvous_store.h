@@ -104,7 +104,8 @@ struct RendezvousOptions {
   std::chrono::steady_clock::time_point limit;  // For opening the store.
 };
 
-// Errors: kUnsupported without random numbers; those of StoreDirectory::open, of PmixSession or of TcpStore::open.
+// Errors: kUnsupported without random numbers; those of StoreDirectory::open, of PmixSession or of
+// TcpStore::open.
 Result<std::unique_ptr<RendezvousStore>> open_rendezvous(const RendezvousOptions& options);
 
 }  // namespace forebay::internal

@@ -223,8 +223,8 @@ bool is_connected_to_itself(int socket) {
 }
 
 Result<Descriptor> listen_at(const StoreAddress& address) {
-  return listen_at(address, "cannot serve the rendezvous store at " + address.host + ":" +
-                                std::to_string(address.port));
+  return listen_at(
+      address, "cannot serve the rendezvous store at " + address.host + ":" + std::to_string(address.port));
 }
 
 Result<Descriptor> listen_at(const StoreAddress& address, const std::string& what) {

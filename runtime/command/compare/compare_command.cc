@@ -125,7 +125,7 @@ Status read_comparison(const CompareArguments& arguments, ComparisonRequest* req
   if (!arguments.csv.empty()) FOREBAY_RETURN_IF_ERROR(check_run_file("--csv", arguments.csv, "setting,"));
   if (!arguments.html.empty())
     FOREBAY_RETURN_IF_ERROR(check_run_file("--html", arguments.html, "<!doctype html>"));
-  return {};
+  return check_different_files("--csv", arguments.csv, "--html", arguments.html);
 }
 
 Status write_comparison(const CompareArguments& arguments, const Comparison& comparison,

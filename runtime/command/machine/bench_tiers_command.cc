@@ -199,12 +199,17 @@ Result<MachineFigures> measure_machine(const BenchArguments& arguments, const st
   return machine;
 }
 
-Status save_machine(const std::string& name, const std::string& description) {
-  const std::string path = name == "this" ? this_machine_path() : name;
+// The file of --save, whose directory is made. Errors: also kInvalidArgument if it cannot be written.
+Result<std::string> file_to_save(const std::string& name) {
+  std::string path = name;
+  if (name == "this") {
+    FOREBAY_ASSIGN_OR_RETURN(path, this_machine_path());
+  }
   std::error_code error;
   const std::filesystem::path directory = std::filesystem::path(path).parent_path();
-  if (!directory.empty()) std::filesystem::create_directories(directory, error);
-  return write_run_text(path, description);
+  if (name == "this" && !directory.empty()) std::filesystem::create_directories(directory, error);
+  FOREBAY_RETURN_IF_ERROR(check_run_file("--save", path, kMachineBeginning));
+  return path;
 }
 
 Result<BenchTiersReport> bench(const BenchArguments& arguments) {
@@ -232,7 +237,9 @@ Result<BenchTiersReport> bench(const BenchArguments& arguments) {
   TerminalLine line;
   std::optional<MachineFigures> machine;
   std::vector<MeasuredRun> runs;
+  std::string saved_path;
   if (!arguments.save.empty()) {
+    FOREBAY_ASSIGN_OR_RETURN(saved_path, file_to_save(arguments.save));
     FOREBAY_ASSIGN_OR_RETURN(runs, read_runs(arguments));
     line.show("measuring ranks at the same time");
     // Forks, so it comes before the threads of a backend.
@@ -263,7 +270,7 @@ Result<BenchTiersReport> bench(const BenchArguments& arguments) {
     machine->drive_read_bytes_per_second = chosen.read_bytes_per_second;
     machine->drive_write_bytes_per_second = chosen.write_bytes_per_second;
     FOREBAY_ASSIGN_OR_RETURN(const std::string description, describe_machine(*machine, runs));
-    FOREBAY_RETURN_IF_ERROR(save_machine(arguments.save, description));
+    FOREBAY_RETURN_IF_ERROR(write_run_text(saved_path, description));
   }
   if (report.model) {
     const StoreMeasurementPoint& chosen = report.files.back().store.chosen;

@@ -39,8 +39,7 @@ int run(bool json) {
 void add_devices_command(CLI::App& app, Action& action) {
   const auto json = std::make_shared<bool>(false);  // Shared by the parser's field and the action.
   CLI::App* command = app.add_subcommand(
-      "devices",
-      "Print the CUDA devices, the host, its topology, and directories on flash drives");
+      "devices", "Print the CUDA devices, the host, its topology, and directories on flash drives");
   command->add_flag("--json", *json, "Print JSON");
   command->callback([json, &action] { action = [json] { return run(*json); }; });
 }

@@ -32,6 +32,9 @@ struct MachineFigures {
   double drive_write_bytes_per_second = 0;
 };
 
+// Descriptions of describe_machine() begin with this, and no others that are installed.
+inline constexpr char kMachineBeginning[] = "{\n  \"name\": \"this\"";
+
 // The JSON text of the description.
 // Requires: one run or more. Errors: those of simulate(), with the run's name.
 Result<std::string> describe_machine(const MachineFigures& figures, const std::vector<MeasuredRun>& runs);

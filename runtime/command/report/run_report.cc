@@ -82,9 +82,10 @@ class Entry {
     if (!json_.is_number()) complain("a number or null");
     return json_.get<double>();
   }
+  // Its first 300 bytes.
   std::string text() const {
     if (!json_.is_string()) complain("a text");
-    return shown_text(json_.get<std::string>());
+    return shown_path(json_.get_ref<const std::string&>());
   }
 
   int small_number(const std::string& key, int otherwise) const {
@@ -108,7 +109,7 @@ class Entry {
     if (!has(key)) return all;
     const Entry entry = at(key);
     for (const auto& [name, unused] : entry.object().items())
-      all.emplace_back(shown_text(name), entry.at(name).text());
+      all.emplace_back(shown_path(name), entry.at(name).text());
     return all;
   }
 

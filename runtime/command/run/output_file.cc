@@ -109,6 +109,9 @@ Status check_run_file(const std::string& option, const std::string& path, std::s
       return refusal(option, path, why);
     }
   }
+  if (std::filesystem::is_symlink(path, error) && !std::filesystem::exists(path, error)) {
+    return refusal(option, path, "it is a link to a file that does not exist; name the file itself");
+  }
   const std::string directory = std::filesystem::absolute(path, error).parent_path().string();
   if (const std::string problem = directory_problem(directory); !problem.empty()) {
     return refusal(option, path, problem);
@@ -121,6 +124,16 @@ Status check_run_file(const std::string& option, const std::string& path, std::s
   ::close(file);
   (void)::unlink(partial.c_str());
   return {};
+}
+
+Status check_different_files(const std::string& option, const std::string& path,
+                             const std::string& other_option, const std::string& other_path) {
+  if (path.empty() || other_path.empty() || is_run_stream(path)) return {};
+  std::error_code error;
+  const auto place = [&](const std::string& file) { return std::filesystem::weakly_canonical(file, error); };
+  if (place(path) != place(other_path)) return {};
+  return {StatusCode::kInvalidArgument, option + " and " + other_option + " both name " + shown_path(path) +
+                                            "; give each a file of its own"};
 }
 
 Status write_run_file(const std::string& path, const std::function<Status(int file)>& write) {

@@ -14,6 +14,11 @@ namespace forebay {
 // kInvalidArgument.
 Status check_run_file(const std::string& option, const std::string& path, std::string_view beginning);
 
+// Checks that two options name different files. An empty path and a stream (is_run_stream) are no files.
+// Errors: kInvalidArgument.
+Status check_different_files(const std::string& option, const std::string& path,
+                             const std::string& other_option, const std::string& other_path);
+
 // Passes a new file to `write` and renames it to `path` when it is complete. If `path` is no regular file (a
 // pipe, a terminal, /dev/stdout), it is written in place and never truncated. Errors: kIoError; an earlier
 // file stays.

@@ -70,14 +70,7 @@ Status RunRecorder::check_files() const {
   if (!outputs.snapshot.empty()) {
     FOREBAY_RETURN_IF_ERROR(check_run_file("--snapshot", outputs.snapshot, kSnapshotBeginning));
   }
-  std::error_code error;
-  const auto place = [&](const std::string& file) { return std::filesystem::weakly_canonical(file, error); };
-  if (!outputs.trace.empty() && !outputs.snapshot.empty() &&
-      place(outputs.trace) == place(outputs.snapshot)) {
-    return {StatusCode::kInvalidArgument,
-            "--trace and --snapshot both name " + outputs.trace + "; give each a file of its own"};
-  }
-  return {};
+  return check_different_files("--trace", outputs.trace, "--snapshot", outputs.snapshot);
 }
 
 std::vector<std::string> RunRecorder::write(const std::string& state) {

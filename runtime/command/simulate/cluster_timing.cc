@@ -7,9 +7,9 @@
 namespace forebay {
 namespace {
 
-// Bytes of host memory that AdamW moves for one element: master, m and v in and out, a 2-byte gradient in, a
-// 2-byte parameter out.
-constexpr double kHostUpdateBytes = 28;
+// Bytes of host memory that AdamW moves for one element: master, m and v in and out; a gradient comes in and
+// a parameter goes out besides.
+constexpr double kHostStateBytes = 24;
 
 }  // namespace
 
@@ -63,7 +63,8 @@ ModelWork ClusterTiming::product(const char* name, double m, double n, double k,
 
 ModelWork ClusterTiming::host_update(std::uint64_t count) const {
   ModelWork work{.name = "update on the host"};
-  work.add(host_resource(), static_cast<double>(count) * kHostUpdateBytes / host_share_);
+  work.add(host_resource(),
+           static_cast<double>(count) * (kHostStateBytes + 2 * element_bytes_) / host_share_);
   return work;
 }
 

@@ -275,12 +275,19 @@ Result<ClusterDescription> parse_cluster(const std::string& file, std::string_vi
   return cluster;
 }
 
-std::string this_machine_path() {
-  if (const char* const path = std::getenv("FOREBAY_MACHINE"); path != nullptr && *path != '\0') return path;
+Result<std::string> this_machine_path() {
+  if (const char* const path = std::getenv("FOREBAY_MACHINE"); path != nullptr && *path != '\0')
+    return std::string(path);
   const char* const cache = std::getenv("XDG_CACHE_HOME");
   if (cache != nullptr && *cache != '\0') return std::string(cache) + "/forebay/machine.json";
   const char* const home = std::getenv("HOME");
-  return std::string(home != nullptr ? home : "") + "/.cache/forebay/machine.json";
+  if (home == nullptr || *home == '\0') {
+    return Status(
+        StatusCode::kInvalidArgument,
+        "HOME is not set, so there is no place for the description of this machine; give FILE instead of "
+        "'this', or set FOREBAY_MACHINE to a file");
+  }
+  return std::string(home) + "/.cache/forebay/machine.json";
 }
 
 Result<ClusterDescription> read_cluster(const std::string& name_or_path) {
@@ -292,7 +299,10 @@ Result<ClusterDescription> read_cluster(const std::string& name_or_path) {
                                                     "'; use " + list_of(cluster_names()) +
                                                     ", this, or the path of a JSON file");
   }
-  const std::string path = is_this ? this_machine_path() : name_or_path;
+  std::string path = name_or_path;
+  if (is_this) {
+    FOREBAY_ASSIGN_OR_RETURN(path, this_machine_path());
+  }
   std::error_code ignored;
   const bool is_other =
       std::filesystem::exists(path, ignored) && !std::filesystem::is_regular_file(path, ignored);

@@ -59,8 +59,8 @@ std::vector<std::string> device_names();
 std::vector<std::string> cluster_names();
 
 // Where `forebay bench-tiers --save this` keeps the description of this machine: FOREBAY_MACHINE, or a file
-// in the user's cache directory.
-std::string this_machine_path();
+// in the user's cache directory. Errors: kInvalidArgument if no variable says where that is.
+Result<std::string> this_machine_path();
 
 // A cluster by name, the path of a file, or "this": "dgx-2", "mine.json". A cluster names its device, or has
 // it whole.

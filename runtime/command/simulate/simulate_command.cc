@@ -3,12 +3,14 @@
 #include <vector>
 
 #include "forebay/sharding_arguments.h"
+#include "forebay/text.h"
 #include "forebay/units.h"
 #include "runtime/command/command_line.h"
 #include "runtime/command/plan/activation_arguments.h"
 #include "runtime/command/plan/model_arguments.h"
 #include "runtime/command/run/output_file.h"
 #include "runtime/command/simulate/simulation_print.h"
+#include "runtime/command/terminal_line.h"
 
 namespace forebay {
 namespace {
@@ -72,11 +74,12 @@ Status read_request(const SimulateArguments& arguments, SimulationRequest* reque
 }
 
 Status print(const SimulateArguments& arguments, const SimulationRequest& request,
-             const SimulationResult& result, const std::string& description) {
+             const SimulationResult& result, const std::string& description, TerminalLine& line) {
   std::vector<SimulatedChange> changes;
   if (!arguments.without_changes) {
     FOREBAY_ASSIGN_OR_RETURN(changes, simulate_changes(request));
   }
+  line.show("");
   if (request.with_timeline) {
     const std::vector<Timeline::Span> spans[] = {result.spans};
     FOREBAY_RETURN_IF_ERROR(write_run_text(arguments.timeline, timeline_json(spans)));
@@ -90,12 +93,17 @@ int run(const SimulateArguments& arguments) {
   std::string description;
   if (const Status status = read_request(arguments, &request, &description); !status.ok())
     return complain("forebay simulate", status.message(), kBadUsage);
+  TerminalLine line;
+  request.progress = [&](const std::string& subject, double done) {
+    if (line.due()) line.show(format_text("%s: %.0f %%", subject.c_str(), 100 * done));
+  };
   const Result<SimulationResult> result = simulate(request);
   if (!result.ok()) {
+    line.show("");
     const bool too_large = result.status().code() == StatusCode::kOutOfMemory;
     return complain("forebay simulate", result.status().message(), too_large ? kFailed : kBadUsage);
   }
-  const Status printed = print(arguments, request, result.value(), description);
+  const Status printed = print(arguments, request, result.value(), description, line);
   return printed.ok() ? 0 : complain("forebay simulate", printed.message(), kFailed);
 }
 

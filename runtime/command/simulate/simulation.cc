@@ -317,6 +317,13 @@ class SimulatedRank {
     static_cast<void>(engine_->step({.groups = {{}, {}}}));
   }
 
+  // Before each unit of each pass. The first pipeline stage speaks for all of them.
+  void show_progress() {
+    if (!request_.progress || !is_first()) return;
+    const double all = 2.0 * (kStepsBefore + 1) * options_.micro_steps * unit_count_;
+    request_.progress("a step", static_cast<double>(passes_++) / all);
+  }
+
   bool is_embedding(int unit) const { return is_first() && unit == first_unit_; }
   bool is_final(int unit) const { return is_last() && unit + 1 == unit_count_; }
   // Requires: neither of the two above, nor a shared unit.
@@ -334,6 +341,7 @@ class SimulatedRank {
     }
     engine_->micro_step_begin(micro_step);
     for (int unit = 0; unit < unit_count_; ++unit) {
+      show_progress();
       const Lease lease = engine_->forward(unit, stream_);
       if (unit < first_unit_) continue;  // Shared: the units that are tied to it compute.
       const bool is_layer = !is_embedding(unit) && !is_final(unit);
@@ -354,6 +362,7 @@ class SimulatedRank {
       backward_->wait_for_place(micro_step);
     }
     for (int unit = unit_count_ - 1; unit >= 0; --unit) {
+      show_progress();
       // The units that are tied to a shared one send their gradients to the stage before first.
       if (unit < first_unit_ && backward_) send_gradients(micro_step);
       Lease lease = engine_->backward(unit, stream_);
@@ -465,6 +474,7 @@ class SimulatedRank {
   double hardware_flops_ = 0;
   std::vector<std::vector<int>> trainable_;  // By unit: the indices in its leases.
   int unit_count_ = 0;
+  std::uint64_t passes_ = 0;
   UnitId first_unit_ = std::numeric_limits<UnitId>::max();  // After a shared one.
   std::unique_ptr<Engine> engine_;
   bool saved_inputs_ = false;  // By saved_.
@@ -597,6 +607,11 @@ Result<std::vector<SimulatedChange>> simulate_changes(const SimulationRequest& g
   const auto with = [&](const std::string& change, const std::function<void(ClusterDescription&)>& apply) {
     SimulationRequest changed = request;
     apply(changed.cluster);
+    if (given.progress) {
+      changed.progress = [&](const std::string& subject, double done) {
+        given.progress(subject + " with " + change, done);
+      };
+    }
     const Result<SimulationResult> result = simulate(changed);
     if (result.ok()) changes.push_back({change, result.value().step_seconds});
     return result.status();

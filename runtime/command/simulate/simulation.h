@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string>
 #include <vector>
@@ -30,6 +31,9 @@ struct SimulationRequest {
   std::optional<std::uint64_t> activation_bytes;
   ClusterDescription cluster;
   bool with_timeline = false;
+  // Called by one thread at a time, thousands of times a second: what is simulated ("a step"), and the part
+  // of it that is done, 0 to 1.
+  std::function<void(const std::string& subject, double done)> progress;
 };
 
 // Time of the measured step in which the trainer's stream did, or waited for, one thing.

@@ -147,6 +147,14 @@ std::string prefix_of(const TensorSource& source, const StateOptions& options) {
       "--from " + options.from + " has weights under several prefixes; give one as --prefix: " + text);
 }
 
+void refuse_saved_state(const std::string& directory) {
+  std::error_code error;
+  if (!std::filesystem::exists(directory, error) || saved_state_names(directory).empty()) return;
+  throw Error(StatusCode::kInvalidArgument,
+              shown_path(directory) +
+                  " holds a saved state already, which import would replace; give another directory");
+}
+
 // A state with the tensors of another tool: its masters, and m, v and step where it has them.
 class Import {
  public:
@@ -177,6 +185,7 @@ class Import {
              const std::function<void(std::uint64_t, std::uint64_t)>& progress) {
     std::uint64_t done = 0;
     SavedStateWriter state(directory, facts_);
+    refuse_saved_state(directory);  // Again, now that nobody else writes there.
     for (std::size_t p = 0; p < numbers_.size(); ++p) {
       const SavedParameter& parameter = facts_.parameters[p];
       for (const SavedField field : {SavedField::kMaster, SavedField::kM, SavedField::kV}) {
@@ -220,12 +229,7 @@ class Import {
 int import_weights(const StateOptions& options) {
   if (options.from.empty())
     throw Error(StatusCode::kInvalidArgument, "import needs weights; add --from model.safetensors");
-  std::error_code error;
-  if (std::filesystem::exists(options.directory, error) && !saved_state_names(options.directory).empty()) {
-    throw Error(StatusCode::kInvalidArgument, shown_path(options.directory) +
-                                                  " holds a saved state already, which import would "
-                                                  "replace; give another directory");
-  }
+  refuse_saved_state(options.directory);
   const std::unique_ptr<TensorSource> source = open_source(options);
   Import import(*source, options);
   if (const std::vector<std::string>& names = source->left_out(); !names.empty()) {

@@ -369,8 +369,11 @@ void PlaceList::add(const StateFile& file, const StateFileIndex& index, std::siz
     std::uint64_t at = index.data_at;
     std::uint64_t block = 0;
     for (const Json& run : state.at("runs")) {
-      const auto [place, part] = parameters.at(run.at(0).get<std::size_t>());
+      const auto parameter_index = run.at(0).get<std::size_t>();
       const auto field = run.at(1).get<std::size_t>();
+      if (parameter_index >= parameters.size() || field >= std::size(kStateFields))
+        corrupt(file.path(), "a run of its header names no parameter or field");
+      const auto [place, part] = parameters[parameter_index];
       const auto offset = run.at(2).get<std::uint64_t>();
       const auto count = run.at(3).get<std::uint64_t>();
       Parameter& parameter = parameters_[place];
@@ -378,7 +381,7 @@ void PlaceList::add(const StateFile& file, const StateFileIndex& index, std::siz
       if (is_new)
         parameter.pieces.push_back({{"file", number}, {"part", part}, {"offset", offset}, {"count", count}});
       parameter.pieces[piece->second][kStateFields[field]] = {at, block};
-      parameter.saved.at(field)[part].push_back({offset, offset + count});
+      parameter.saved[field][part].push_back({offset, offset + count});
       at += count * sizeof(float);
       block += ceil_div(count, kBlockCount);
     }

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <fstream>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
@@ -41,6 +42,23 @@ const Process::Variables kFakeGpu{
 
 void expect_rate(const Json& object, const char* key) {
   EXPECT_GT(object.at(key).get<double>(), 0) << key;
+}
+
+TEST(BenchTiersCommand, RefusesAPlaceOfTheDescriptionBeforeItMeasures) {
+  const TemporaryDirectory directory;
+  std::ofstream(directory / "mine.json") << "{\"mine\": 1}\n";
+  struct Case {
+    const char* place;
+    const char* answer;
+  };
+  const std::string other = directory / "mine.json", nowhere = directory / "no/where.json";
+  for (const Case& one : {Case{"this", "HOME is not set"}, Case{other.c_str(), "is not overwritten"},
+                          Case{nowhere.c_str(), "does not exist; make it first"}}) {
+    const Finished finished = bench(small({directory.path(), "--save", one.place}),
+                                    {{"HOME", ""}, {"XDG_CACHE_HOME", ""}, {"FOREBAY_MACHINE", ""}});
+    EXPECT_EQ(finished.exit_code, 2) << finished.output;
+    EXPECT_NE(finished.output.find(one.answer), std::string::npos) << finished.output;
+  }
 }
 
 TEST(BenchTiersCommand, MeasuresEachTierAndLeavesNothing) {

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -18,14 +19,14 @@ using Words = std::vector<std::string>;
 const Words kModel = {"--layers",   "4",   "--hidden",     "512",  "--heads", "8",
                       "--sequence", "256", "--vocabulary", "5000", "--batch", "2"};
 
-Finished forebay(Words words) {
+Finished run_forebay(Words words) {
   words.insert(words.begin(), {FOREBAY_COMMAND, "simulate"});
   return run_program(words);
 }
 
 Finished with_model(Words words) {
   words.insert(words.end(), kModel.begin(), kModel.end());
-  return forebay(words);
+  return run_forebay(words);
 }
 
 TEST(SimulateCommand, PrintsTheStepItsCausesAndItsMemory) {
@@ -80,7 +81,7 @@ TEST(SimulateCommand, AnswersBadInput) {
       {{"--activations", "auto"}, 2, "use keep, partition, partition+cpu or partition+nvme"},
   };
   for (const Case& one : cases) {
-    const Finished finished = one.exit_code == 1 ? forebay(one.words) : with_model(one.words);
+    const Finished finished = one.exit_code == 1 ? run_forebay(one.words) : with_model(one.words);
     EXPECT_EQ(finished.exit_code, one.exit_code) << finished.output;
     EXPECT_NE(finished.output.find(one.answer), std::string::npos) << one.answer << "\n" << finished.output;
   }
@@ -102,6 +103,26 @@ TEST(CompareCommand, RefusesMicroBatchesThatNoStepHas) {
     EXPECT_EQ(finished.exit_code, 2) << batch << finished.output;
     EXPECT_NE(finished.output.find("; use "), std::string::npos) << finished.output;
   }
+}
+
+TEST(CompareCommand, RefusesFilesThatItWouldSpoil) {
+  const TemporaryDirectory directory;
+  const std::string file = directory / "table", link = directory / "link";
+  std::filesystem::create_symlink(directory / "nothing", link);
+  const auto compare = [](const Words& files) {
+    Words words = {FOREBAY_COMMAND, "compare", "--limit",  "2",   "--ranks", "2",
+                   "--layers",      "2",       "--hidden", "256", "--heads", "4"};
+    words.insert(words.end(), files.begin(), files.end());
+    return run_program(words);
+  };
+  const Finished same = compare({"--csv", file, "--html", directory / "." + "/table"});
+  EXPECT_EQ(same.exit_code, 2) << same.output;
+  EXPECT_NE(same.output.find("--csv and --html both name " + file), std::string::npos) << same.output;
+  EXPECT_FALSE(std::filesystem::exists(file));
+  const Finished linked = compare({"--csv", link});
+  EXPECT_EQ(linked.exit_code, 2) << linked.output;
+  EXPECT_NE(linked.output.find("link to a file that does not exist"), std::string::npos) << linked.output;
+  EXPECT_TRUE(std::filesystem::is_symlink(link));
 }
 
 TEST(CompareCommand, PrintsTheComparisonThoughAFileCannotBeWritten) {

@@ -12,6 +12,7 @@
 #include <random>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "forebay/error.h"
 #include "runtime/command/simulate/simulation_print.h"
@@ -40,6 +41,22 @@ double seconds_of(const SimulationResult& result, const std::string& cause) {
     if (time.cause == cause) return time.seconds;
   }
   return 0;
+}
+
+TEST(Simulation, TellsHowFarItIs) {
+  SimulationRequest request = small(16, 3);
+  request.options.micro_steps = 2;
+  std::vector<std::pair<std::string, double>> told;
+  request.progress = [&](const std::string& subject, double done) { told.emplace_back(subject, done); };
+  value_or_throw(simulate(request));
+  ASSERT_EQ(told.size(), 72u);  // 3 steps, 2 micro-steps, 2 passes, 6 units.
+  for (std::size_t i = 0; i < told.size(); ++i) {
+    EXPECT_EQ(told[i].first, "a step");
+    EXPECT_DOUBLE_EQ(told[i].second, static_cast<double>(i) / 72.0);
+  }
+  told.clear();
+  value_or_throw(simulate_changes(request));
+  EXPECT_EQ(told.front().first, "a step with twice the FLOP/s of the device");
 }
 
 TEST(Simulation, HoldsThePlannedBytesAtEveryStage) {

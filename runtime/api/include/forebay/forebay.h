@@ -531,8 +531,8 @@ FOREBAY_API int32_t forebay_engine_add_parameter(forebay_engine* engine, int32_t
                                                  int32_t* index);
 
 /* Declares the dimensions of a parameter, which saved state keeps for the tools that read it and from which
- * Adafactor makes its factors: 64 at most. Muon takes a parameter of two dimensions for a matrix. Their product
- * is the parameter's count. For an engine that only plans, too. Order: before commit. */
+ * Adafactor makes its factors: 64 at most. Muon takes a parameter of two dimensions for a matrix. Their
+ * product is the parameter's count. For an engine that only plans, too. Order: before commit. */
 FOREBAY_API int32_t forebay_engine_declare_shape(forebay_engine* engine, int32_t unit, int32_t index,
                                                  const uint64_t* shape, uint64_t dimension_count);
 

@@ -47,7 +47,7 @@ struct TransformerBlocks {
   std::uint64_t batch = 1;
   int tensor_parallel = 1;
   std::uint64_t element_bytes = 2;
-  bool keeps_scores = true;  // False: a fused attention kernel keeps neither scores nor their masks.
+  bool keeps_scores = true;   // False: a fused attention kernel keeps neither scores nor their masks.
   bool has_embedding = true;  // Partitioned over the tensor-parallel ranks.
   bool has_output = true;     // The output projection, partitioned likewise.
   // One layer of every `recompute_every` layers of the model is recomputed from its saved input: the first.
