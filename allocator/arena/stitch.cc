@@ -427,14 +427,12 @@ Range* ChunkedArena::cut_view(Range* view) {
 }
 
 // Replaces an evictable chunk, or a spare, by chunks of the smallest size. They are mapped wherever it was,
-// so that a step recorded before still finds memory there. They are spares instead if the chunk was one, if
-// they cannot be mapped, or under pressure, where mapped ones would join the free ranges beside them and be
-// cut anew across their borders. Chunks that cannot be created again are lost to the arena. kUnavailable: the
+// so that a step recorded before still finds memory there. They are spares instead if the chunk was one, or
+// if they cannot be mapped. Chunks that cannot be created again are lost to the arena. kUnavailable: the
 // chunk is in use by now. growth_mutex_ and mutex_ held; releases mutex_ meanwhile.
 Status ChunkedArena::break_chunk(Lock& lock, std::uint32_t chunk) {
   const std::size_t bytes = chunks_[chunk].bytes;
   const bool mapped = chunks_[chunk].first_mapping != kNone;
-  const bool in_place = mapped && !under_pressure();
   std::vector<std::size_t> offsets;
   std::vector<std::uint32_t> parts;
   const std::size_t offset_count = count_mappings(chunk);
@@ -454,7 +452,7 @@ Status ChunkedArena::break_chunk(Lock& lock, std::uint32_t chunk) {
   }
   FOREBAY_RETURN_IF_ERROR(destroy_spare(lock, chunk));
   Status status = create_chunks(lock, bytes, chunk_bytes_, &parts);
-  if (!status.ok() || !in_place || !reserve_ranges(lock)) {
+  if (!status.ok() || !mapped || !reserve_ranges(lock)) {
     for (const std::uint32_t part : parts) keep_spare(part);
     return status;
   }

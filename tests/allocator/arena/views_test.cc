@@ -478,24 +478,22 @@ constexpr std::size_t kStepBytes = std::size_t{7} << 30;
 
 // The first pass starts without memory, the second with the memory of the first, placed for another need, and
 // the third may still change mappings. From the third repeat on there are no driver calls.
-TEST_F(ArenaStepsTest, ARepeatedStepMakesNoDriverCallFromItsThirdRepeatOn) {
-  int calls_in_third_pass = 0;
+TEST_F(ArenaStepsTest, ARepeatedStepMakesNoDriverCallFromItsThirdPassOn) {
   for (const std::size_t limit : {std::size_t{5} << 30, std::size_t{7} << 30}) {
-    for (std::uint64_t seed = 1; seed <= 6; ++seed) {
+    for (std::uint64_t seed = 1; seed <= 40; ++seed) {
       SCOPED_TRACE("step seed " + std::to_string(seed) + ", limit " + std::to_string(limit >> 30));
       restart();
       const std::vector<StepEvent> step = make_step(seed, kStepCount, limit);
       EXPECT_GT(run(step), 0u);
       run(step);
-      calls_in_third_pass += run(step) != 0;
-      for (int pass = 4; pass <= 7; ++pass) {
+      for (int pass = 3; pass <= 5; ++pass) {
         const std::uint64_t before = recalled();
         EXPECT_EQ(run(step), 0u) << "pass " << pass;
-        EXPECT_EQ(recalled() - before, static_cast<std::uint64_t>(kStepCount)) << "pass " << pass;
+        if (pass > 3)
+          EXPECT_EQ(recalled() - before, static_cast<std::uint64_t>(kStepCount)) << "pass " << pass;
       }
     }
   }
-  EXPECT_LE(calls_in_third_pass, 2);
 }
 
 // Four kinds of steps, one after the other and then in turn, close to the limit.
