@@ -480,7 +480,8 @@ constexpr std::size_t kStepBytes = std::size_t{7} << 30;
 // the third may still change mappings. From the third repeat on there are no driver calls.
 TEST_F(ArenaStepsTest, ARepeatedStepMakesNoDriverCallFromItsThirdPassOn) {
   for (const std::size_t limit : {std::size_t{5} << 30, std::size_t{7} << 30}) {
-    for (std::uint64_t seed = 1; seed <= 40; ++seed) {
+    // The last four once made calls in their third pass.
+    for (const std::uint64_t seed : {1, 2, 3, 4, 5, 6, 11, 23, 31, 36}) {
       SCOPED_TRACE("step seed " + std::to_string(seed) + ", limit " + std::to_string(limit >> 30));
       restart();
       const std::vector<StepEvent> step = make_step(seed, kStepCount, limit);
