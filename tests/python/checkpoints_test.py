@@ -98,7 +98,10 @@ def train_with_torch(place, kind):
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    try:
+        from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    except ImportError:  # PyTorch 2.4.
+        from torch.distributed._tensor import Replicate, Shard, distribute_tensor
     torch.distributed.init_process_group("gloo")
     model = Model()
     optimizer = torch.optim.AdamW(groups(model), lr=1e-2)
@@ -252,7 +255,7 @@ class FromTorch(Imports):
                                                  ({"a": {"net": model.state_dict()}}, ["--prefix", "a.net."])]):
             self.setUp()
             source = self.place / f"checkpoint-{number}"
-            dcp.save(state, checkpoint_id=str(source), no_dist=True)
+            dcp.save(state, checkpoint_id=str(source))
             facts = self.check(source, expected, *words)
             self.assertEqual(facts["step"], 0)
 
@@ -263,7 +266,7 @@ class FromTorch(Imports):
         model(torch.ones(1, 5)).sum().backward()
         optimizer.step()
         source = self.place / "checkpoint"
-        dcp.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, checkpoint_id=str(source), no_dist=True)
+        dcp.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, checkpoint_id=str(source))
         done = subprocess.run([COMMAND, "state", "import", str(self.place / "state"), "--from", str(source)],
                               capture_output=True, text=True, check=False)
         self.assertEqual(done.returncode, 1)
