@@ -266,6 +266,92 @@ class OneRank(unittest.TestCase):
                 self.assertEqual(model.state_dict()["norm.weight"][0], 3)
             self.assertTrue(torch.equal(model.state_dict()["norm.weight"], torch.full((32,), 3.0)))
 
+    def test_values_are_loaded_while_they_are_written(self):
+        for stage in (0, 3):
+            model = forebay.shard(models.make(), stage=stage, guard=True)
+            optimizer = forebay.AdamW(model)
+            wanted = {name: torch.full_like(value, 7) for name, value in model.state_dict().items()}
+            with forebay.gathered(model, write=True):
+                model.load_state_dict(wanted)
+                with forebay.gathered(model, write=True):
+                    model.norm.weight.fill_(9)
+                with forebay.gathered(model):
+                    self.assertEqual(model.norm.weight[0], 9)
+                for call in (optimizer.step, lambda: forebay.digest(model), lambda: forebay.save(model, "/nowhere"),
+                             lambda: forebay.restore(model, "/nowhere")):
+                    with self.assertRaisesRegex(forebay.InvalidArgument, "are being written by gathered"):
+                        call()
+            found = model.state_dict()
+            self.assertEqual(found["norm.weight"][0], 9)
+            self.assertTrue(torch.equal(found["norm.bias"], wanted["norm.bias"]))
+
+    def test_buffers_are_saved(self):
+        def make():
+            torch.manual_seed(1)
+            module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+            module.register_buffer("scratch", torch.zeros(2), persistent=False)
+            model = forebay.shard(module, stage=1)
+            return model, forebay.AdamW(model, lr=0.1)
+
+        with tempfile.TemporaryDirectory() as directory:
+            model, optimizer = make()
+            for _ in range(3):
+                model(torch.randn(8, 4)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            model.scratch.fill_(5)
+            forebay.save(model, directory)
+            other, _ = make()
+            forebay.restore(other, directory)
+            for name, value in model.named_buffers():
+                expected = torch.zeros(2) if name == "scratch" else value
+                self.assertTrue(torch.equal(dict(other.named_buffers())[name], expected), name)
+            large, _ = make()
+            large.register_buffer("large", torch.zeros(5 << 20))
+            with self.assertRaisesRegex(forebay.InvalidArgument, "the buffers of the model have 20971"):
+                forebay.save(large, directory)
+
+    def test_gradients_that_are_scaled_between_backward_passes_are_refused(self):
+        model = forebay.shard(models.make(), stage=2)
+        optimizer = forebay.AdamW(model)
+        for step in range(2):
+            model(*models.batch(step, 0)).backward()
+            for p in model.parameters():
+                p.grad.mul_(0.5)
+            with self.assertRaisesRegex(forebay.Unsupported, "between two backward passes of a step"):
+                model(*models.batch(step, 1)).backward()
+            optimizer.zero_grad()
+            model(*models.batch(step, 0)).backward()
+            for p in model.parameters():
+                p.grad.mul_(0.5)
+            optimizer.step()  # Without zero_grad(): the next step begins with gradients of zero.
+
+    def test_moments_of_another_optimizer_are_refused(self):
+        plain = models.make()
+        source = torch.optim.AdamW(plain.parameters(), lr=0.1)
+        models.train(plain, source)
+        model = forebay.shard(models.make())
+        given = torch.optim.AdamW(model.parameters(), lr=0.5)
+        optimizer = forebay.wrap(given)
+        with self.assertRaisesRegex(forebay.InvalidArgument, "moments of zero"):
+            optimizer.load_state_dict(source.state_dict())
+        optimizer.load_state_dict({**source.state_dict(), "state": {}})
+        self.assertEqual(optimizer.param_groups[0]["lr"], 0.1)
+        given.load_state_dict(source.state_dict())
+        model(*models.batch(0, 0)).backward()
+        with self.assertRaisesRegex(forebay.InvalidArgument, "moments of zero"):
+            optimizer.step()
+
+    def test_parameters_that_cannot_be_trained_are_refused(self):
+        module = torch.nn.Linear(2, 2)
+        module.turn = torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))
+        with self.assertRaisesRegex(forebay.InvalidArgument, "turn is torch.complex64"):
+            forebay.shard(module)
+        module.turn.requires_grad_(False)
+        forebay.shard(module)
+        with self.assertRaisesRegex(forebay.InvalidArgument, "has max_norm"):
+            forebay.shard(torch.nn.Embedding(4, 2, max_norm=1.0))
+
     def test_save_and_restore_with_the_state_of_the_trainer(self):
         with tempfile.TemporaryDirectory() as directory:
             results = []

@@ -144,5 +144,22 @@ TEST(TokenOptions, TextAndDataExcludeEachOther) {
   EXPECT_NE(::testing::internal::GetCapturedStderr().find("use one of them"), std::string::npos);
 }
 
+TEST(FileOptions, NoOutputTakesThePlaceOfAnotherFile) {
+  const forebay::testing::TemporaryDirectory directory;
+  const std::string text = directory / "text", other = directory.path() + "/./text",
+                    fresh = directory / "fresh";
+  std::ofstream(text) << "what is not to be lost";
+  for (const std::vector<std::string>& words : {std::vector<std::string>{"--text", text, "--export", other},
+                                                {"--text", text, "--report", text},
+                                                {"--text", text, "--write-tokens", text},
+                                                {"--export", fresh, "--report", fresh}}) {
+    ::testing::internal::CaptureStderr();
+    EXPECT_EQ(parse_command(words).exit_code, 2);
+    const std::string told = ::testing::internal::GetCapturedStderr();
+    EXPECT_NE(told.find("give each a file of its own"), std::string::npos) << told;
+  }
+  EXPECT_EQ(parse_command({"--export", "/dev/null", "--report", "/dev/null"}).exit_code, 0);
+}
+
 }  // namespace
 }  // namespace forebay::gpt

@@ -32,7 +32,7 @@ class UnitPlan:
         self.own: List[nn.Parameter] = []
         self.tied: List[nn.Parameter] = []
         # The backward pass of an embedding reads no weights.
-        self.is_table = type(module) is nn.Embedding and module.max_norm is None
+        self.is_table = type(module) is nn.Embedding
 
 
 def refuse_wrappers(model: Any) -> None:
@@ -43,10 +43,17 @@ def refuse_wrappers(model: Any) -> None:
         if "_forebay" in module.__dict__:
             raise InvalidArgument(f"the {f'module {name}' if name else 'model'} is sharded already; keep the first shard(), "
                                   "or make the model again")
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+            raise InvalidArgument(f"{name or 'the model'} has max_norm, by which a forward pass writes weights, and those of a "
+                                  "sharded model change in optimizer.step() only; make it without, and normalise the weights "
+                                  "within forebay.gathered(model, write=True)")
         if type(module).__name__ in WRAPPERS:
             raise InvalidArgument(f"{name or 'the model'} is a {type(module).__name__}; shard() takes its place, so give "
                                   "the module within it")
     for name, p in model.named_parameters():
+        if p.is_complex() and p.requires_grad:
+            raise InvalidArgument(f"parameter {name} is {p.dtype}, which forebay does not train; make it two parameters and join "
+                                  "them by torch.complex(), or freeze it")
         if hasattr(p, "device_mesh"):
             raise InvalidArgument(f"parameter {name} is a DTensor; shard() takes the place of fully_shard(), so leave that "
                                   "out")

@@ -38,6 +38,10 @@ _RATES = {"original": "original", "match_rms_adamw": "match-rms-adamw"}
 _WITHOUT_EFFECT = ("foreach", "fused", "capturable")
 
 
+_NO_MOMENTS = ("the state of this optimizer has moments, and those of a sharded model lie in shards; restore() takes the state of "
+               "forebay.save(). To begin with moments of zero, load {**state, \"state\": {}}")
+
+
 class _Moments(collections.defaultdict):
     """Optimizer.state, which has no entries."""
 
@@ -115,6 +119,8 @@ class Optimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for wrapped in self.wrapped:
+            if wrapped.state:
+                raise InvalidArgument(_NO_MOMENTS)
             wrapped._opt_called = True  # Its schedulers ask for this.
         scale = getattr(self, "grad_scale", None)  # GradScaler's, while gradients are scaled.
         if scale is not None:
@@ -146,6 +152,9 @@ class Optimizer(torch.optim.Optimizer):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
+        """Takes the parameter groups. Errors: InvalidArgument for moments."""
+        if state_dict.get("state"):
+            raise InvalidArgument(_NO_MOMENTS)
         groups = self.param_groups
         super().load_state_dict(state_dict)
         for group, loaded in zip(groups, self.param_groups):

@@ -232,6 +232,7 @@ class Sharded:
         self.needs_values = any(t.is_meta for t in itertools.chain(model.parameters(), model.buffers()))
         self.without_values: Set[nn.Parameter] = set()  # From the meta device.
         self.collected: Optional[Dict[nn.Parameter, torch.Tensor]] = None  # Values for state_dict() on this rank alone.
+        self.writing = False  # Within gathered(write=True).
         self.guard: Optional[guard.Guard] = None
         for p in self.parameters:
             p._forebay = self
@@ -519,6 +520,9 @@ class Sharded:
         if self.in_step and self.has_gradients and self.gradients_were_cleared():
             passes = [max(1, unit.forwards) for unit in self.units]
             self.abandon()  # zero_grad() came after this forward pass.
+        if self.in_step and self.has_gradients and any(gradient.factor != 1.0 for gradient in self.stand_ins.values()):
+            raise Unsupported("gradients were scaled or clipped between two backward passes of a step, and the next one adds to "
+                              "them in shards; scale the loss, or do it after the last backward pass")
         if self.begin_pass():  # The graph is of an earlier micro-step, and the engine counts passes within one.
             for unit, count in zip(self.units, passes):
                 for _ in range(count):
@@ -586,6 +590,7 @@ class Sharded:
 
     def step(self, groups: Sequence[Mapping[str, Any]]) -> Optional[core.StepResult]:
         """Updates all parameters; None where there was no backward pass. Collective."""
+        self.refuse_writing()
         self.commit(groups)
         if self.depth:
             self.end_interrupted()
@@ -627,6 +632,8 @@ class Sharded:
         result = self.engine.step()
         self.in_step = self.has_gradients = False
         self.stepped = True
+        for gradient in self.stand_ins.values():
+            gradient.factor = 1.0
         self.norm = result.grad_norm / factor if factor else None  # The norm before clip_grad_norm_().
         self.guard.end_step()
         return result
@@ -651,11 +658,12 @@ class Sharded:
             unit.held, unit.in_backward, unit.forwards = 0, False, 0
         self.in_step = self.has_gradients = self.adds_to_last = False
         self.tasks.clear()
-        for p in self.stand_ins:
-            p.grad = None
+        for p, gradient in self.stand_ins.items():
+            p.grad, gradient.factor = None, 1.0
 
     def between_steps(self) -> None:
         """Makes sure that no step is open. Errors: InvalidArgument while gradients wait for the optimizer."""
+        self.refuse_writing()
         self.commit()
         if self.depth and _calls_on_stack(self.model) == 0:
             self.end_interrupted()
@@ -664,6 +672,11 @@ class Sharded:
             raise InvalidArgument("gradients wait for optimizer.step(); call it, or optimizer.zero_grad(), before this")
         if self.in_step:
             self.abandon()
+
+    def refuse_writing(self) -> None:
+        if self.writing:
+            raise InvalidArgument("the values are being written by gathered(model, write=True) and are not in the shards yet; do "
+                                  "this after it")
 
     @contextlib.contextmanager
     def reading(self, units: Sequence[Unit]) -> Iterator[None]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import collections
 import contextlib
 import copy
+import ctypes
 import json
 import math
 import mmap
@@ -163,8 +165,8 @@ def _take(sharded: Sharded) -> Callable[..., None]:
                 continue
             if value.shape != p.shape:
                 continue  # The module reports it.
-            if sharded.engine is None and not p.is_meta:
-                continue  # The parameter is torch's still.
+            if sharded.writing or sharded.engine is None and not p.is_meta:
+                continue  # The parameter has its values, and torch changes them.
             sharded.between_steps()
             sharded.set_value(p, value)
             state[prefix + name] = p  # Copying a tensor to itself does nothing.
@@ -177,10 +179,15 @@ def _take(sharded: Sharded) -> Callable[..., None]:
 def gathered(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
     """All parameters of a sharded model have their values within. Collective.
 
-    `write`: values that were changed within stay; all ranks must write the same.
-    Errors: InvalidArgument while gradients wait for optimizer.step(), with `write`.
+    `write`: values that were changed within stay, by load_state_dict() and load() too; all ranks must write the same.
+    Errors, with `write`: InvalidArgument while gradients wait for optimizer.step(), and for step(), save(), restore() and
+    digest() within.
     """
     sharded = sharded_of(model)
+    if sharded.writing:
+        with torch.no_grad():
+            yield model
+        return
     if not write:
         with sharded.reading(sharded.units), torch.no_grad():
             yield model
@@ -194,11 +201,13 @@ def gathered(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
     places = {p: p.data for p in values}
     for p, value in values.items():
         p.data = value
+    sharded.writing = True
     try:
         with torch.no_grad():
             yield model
         values = {p: p.data for p in values}
     finally:
+        sharded.writing = False
         for p, place in places.items():
             p.data = place
         sharded.end_evaluation()  # Passes and state_dict() within.
@@ -279,7 +288,7 @@ def load(model: nn.Module, path: Path) -> List[str]:
     Errors: InvalidArgument for a shape that differs, for a name that two files have, and for parameters that no file has.
     """
     sharded = sharded_of(model)
-    if sharded.engine is not None or any(p.is_meta for p in sharded.parameters):
+    if not sharded.writing and (sharded.engine is not None or any(p.is_meta for p in sharded.parameters)):
         sharded.between_steps()
     files = ([os.path.join(path, name) for name in sorted(os.listdir(path)) if name.endswith(".safetensors")]
              if os.path.isdir(path) else [os.fspath(path)])
@@ -306,7 +315,7 @@ def load(model: nn.Module, path: Path) -> List[str]:
                                       "model; give the file of this model")
             if module is not None and target.is_meta:
                 module._buffers[key] = value.to(sharded.device, target.dtype, copy=True)
-            elif target in sharded.places:
+            elif target in sharded.places and not sharded.writing:
                 sharded.set_value(target, value)
             else:
                 target.data.copy_(value)
@@ -333,8 +342,45 @@ class Saving:
         self._sharded.engine.save_end()
 
 
+_BUFFER_BYTES_MAX = 16 << 20
+
+
+def _persistent_buffers(model: nn.Module) -> Iterator[Tuple[str, torch.Tensor]]:
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set and not buffer.is_meta:
+                yield (f"{prefix}.{name}" if prefix else name), buffer
+
+
+def _encoded_buffers(model: nn.Module) -> Dict[str, Dict[str, Any]]:
+    found = dict(_persistent_buffers(model))
+    size = sum(buffer.numel() * buffer.element_size() for buffer in found.values())
+    if size > _BUFFER_BYTES_MAX:
+        raise InvalidArgument(f"the buffers of the model have {size} bytes, and a state holds at most {_BUFFER_BYTES_MAX}; register "
+                              "large ones with persistent=False, or make them frozen parameters")
+    encoded = {}
+    for name, buffer in found.items():
+        values = buffer.detach().cpu().contiguous()
+        data = ctypes.string_at(values.data_ptr(), values.numel() * values.element_size()) if values.numel() else b""
+        encoded[name] = {"shape": list(buffer.shape), "dtype": str(buffer.dtype).replace("torch.", ""),
+                         "data": base64.b64encode(data).decode()}
+    return encoded
+
+
+def _take_buffers(model: nn.Module, encoded: Dict[str, Dict[str, Any]]) -> None:
+    for name, buffer in _persistent_buffers(model):
+        entry = encoded.get(name)
+        if entry is None or not buffer.numel():
+            continue
+        values = torch.frombuffer(bytearray(base64.b64decode(entry["data"])), dtype=getattr(torch, entry["dtype"]))
+        with torch.no_grad():
+            buffer.copy_(values.view(entry["shape"]))
+
+
 def save(model: nn.Module, directory: Path, state: Any = None, background: bool = False) -> Optional[Saving]:
-    """Saves weights, moments, step counts and `state` (anything that JSON can hold) under `directory`.
+    """Saves weights, moments, step counts, buffers and `state` (anything that JSON can hold) under `directory`.
+
+    Buffers are those of rank 0 that state_dict() has, 16 MiB at most.
 
     A kill at any moment leaves the last saved state whole. restore() takes it at any number of ranks and any stage.
     `background`: a thread writes a copy in host memory while training goes on; it needs shard(save_async=True). The state
@@ -345,7 +391,7 @@ def save(model: nn.Module, directory: Path, state: Any = None, background: bool 
     sharded.between_steps()
     shapes = {sharded.names[p]: {"shape": list(p.shape), "dtype": str(p.dtype).replace("torch.", "")}
               for p in sharded.parameters}
-    text = json.dumps({"parameters": shapes, "state": state}).encode()
+    text = json.dumps({"parameters": shapes, "buffers": _encoded_buffers(model), "state": state}).encode()
     if not background:
         sharded.engine.save(directory, text)
         return None
@@ -376,6 +422,11 @@ def restore(model: nn.Module, directory: Path) -> Any:
         if p is not None and list(p.shape) != shape:
             raise InvalidArgument(f"{name} has shape {_shown(shape)} in {directory} and {list(p.shape)} in the "
                                   "model; give the state of this model")
+    try:
+        _take_buffers(model, saved.get("buffers", {}))
+    except (ValueError, RuntimeError, AttributeError, TypeError, KeyError) as error:
+        raise InvalidArgument(f"the weights of {directory} are loaded, and a buffer is not as in the model: {error}; give the state of "
+                              "this model") from None
     return saved.get("state")
 
 

@@ -6,8 +6,12 @@
 #include <climits>
 #include <cstdint>
 #include <cstdio>
+#include <filesystem>
 #include <string_view>
+#include <system_error>
 #include <type_traits>
+#include <utility>
+#include <vector>
 
 #include "forebay/activation_formulas.h"
 #include "forebay/command_line.h"
@@ -412,7 +416,34 @@ std::string hexadecimal(std::string_view bytes) {
 }
 
 // Checks all that needs no other ranks and no files.
+// Each output has a file of its own, which is no input's.
+void check_files(const TrainerOptions& o) {
+  namespace fs = std::filesystem;
+  std::vector<std::pair<const char*, std::string>> taken = {
+      {"--data", o.data}, {"--initial", o.initial_file}, {"--evaluation-data", o.evaluation_data}};
+  for (const std::string& text : o.text) taken.emplace_back("--text", text);
+  for (const std::string& text : o.evaluation_text) taken.emplace_back("--evaluation-text", text);
+  const std::pair<const char*, std::string> outputs[] = {{"--export", o.export_file},
+                                                         {"--logits", o.logits_file},
+                                                         {"--write-tokens", o.tokens_file},
+                                                         {"--report", o.report_file},
+                                                         {"--timeline", o.timeline_file}};
+  for (const auto& [option, file] : outputs) {
+    std::error_code error;
+    // A directory or a stream may have several.
+    if (file.empty() || (fs::exists(file, error) && !fs::is_regular_file(file, error))) continue;
+    const fs::path place = fs::weakly_canonical(file, error);
+    for (const auto& [other, other_file] : taken) {
+      if (!other_file.empty() && fs::weakly_canonical(other_file, error) == place)
+        refuse(std::string(option) + " and " + other + " both name " + shown_path(file) +
+               "; give each a file of its own");
+    }
+    taken.emplace_back(option, file);
+  }
+}
+
 void check_options(const TrainerOptions& o) {
+  check_files(o);
   check_sizes(o);
   static_cast<void>(describe_units(o.model));  // Checks the sizes.
   if (!o.model.is_llama() && o.model.rope_theta != GptShape().rope_theta)
