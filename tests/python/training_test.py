@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import unittest
+import warnings
 import weakref
 
 import support
@@ -325,6 +326,70 @@ class OneRank(unittest.TestCase):
             for p in model.parameters():
                 p.grad.mul_(0.5)
             optimizer.step()  # Without zero_grad(): the next step begins with gradients of zero.
+
+    def test_several_backward_passes(self):
+        class Block(torch.nn.Module):
+            def __init__(self, uses):
+                super().__init__()
+                torch.manual_seed(0)
+                self.a, self.b, self.uses = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), uses
+
+            def forward(self, x):
+                with torch.no_grad():  # A read of weights comes first.
+                    scale = self.a.weight.norm()
+                for _ in range(self.uses):
+                    x = torch.tanh(self.a(x))
+                return (self.b(x) * scale).square().sum()
+
+        first, second = torch.full((2, 4), 0.3), torch.full((2, 4), 0.7)
+
+        def losses(model):
+            a, b = model(first), model(second)
+            a.backward()
+            b.backward()
+
+        def retained(model):
+            a = model(first)
+            for retain in (True, True, False):
+                a.backward(retain_graph=retain)
+
+        def both(model):
+            a, b = model(first), model(second)
+            (a + b).backward(retain_graph=True)
+            (a * b).backward()
+
+        def across(model):
+            a, b = model(first), model(second)
+            a.backward()
+            (b + model(first)).backward()
+
+        def trained(run, uses, **options):
+            model = Block(uses)
+            if options:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # The read of weights.
+                    model = forebay.shard(model, **options)
+                    optimizer = forebay.SGD(model, lr=0.001)
+                    for _ in range(3):
+                        run(model)
+                        optimizer.step()
+                        optimizer.zero_grad()
+            else:
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+                for _ in range(3):
+                    run(model)
+                    optimizer.step()
+                    optimizer.zero_grad()
+            return torch.cat([value.flatten() for value in model.state_dict().values()])
+
+        for uses in (1, 2):
+            for run in (losses, retained, both):
+                expected = trained(run, uses)
+                for options in ({"stage": 0}, {"stage": 2}, {"stage": 3, "guard": True}):
+                    with self.subTest(uses=uses, run=run.__name__, **options):
+                        self.assertLessEqual((trained(run, uses, **options) - expected).abs().max().item(), 1e-6)
+            with self.assertRaisesRegex(forebay.InvalidArgument, "once on the sum of these losses"):
+                trained(across, uses, stage=3)
 
     def test_moments_of_another_optimizer_are_refused(self):
         plain = models.make()

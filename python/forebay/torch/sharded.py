@@ -79,6 +79,7 @@ class Unit:
         self.calls: Set[_Call] = set()  # In their backward pass.
         self.in_backward = False
         self.forwards = 0  # Forward passes of this micro-step without a backward pass.
+        self.backwards = 0  # Acquisitions of the last backward pass.
         self.task, self.pending = -1, 0
         self.frames: List[Optional[_Call]] = []
 
@@ -137,7 +138,15 @@ class Unit:
             self.owner.acquire_forward(self, counted=True)
             self.owner.release(self)
         self.forwards -= 1
-        self.owner.acquire(self, backward=True)
+        self.backwards += 1
+        try:
+            self.owner.acquire(self, backward=True)
+        except InvalidArgument as error:
+            if "was complete" not in str(error):
+                raise
+            raise InvalidArgument(f"{self.name} has more backward than forward passes since the last backward(); call backward() once "
+                                  "on the sum of these losses, or optimizer.zero_grad() and the model again; a module that runs "
+                                  "twice needs checkpointing with use_reentrant=False") from error
         self.in_backward = True
 
     def settle(self, inputs_done: bool = False) -> None:
@@ -232,6 +241,7 @@ class Sharded:
         self.needs_values = any(t.is_meta for t in itertools.chain(model.parameters(), model.buffers()))
         self.without_values: Set[nn.Parameter] = set()  # From the meta device.
         self.collected: Optional[Dict[nn.Parameter, torch.Tensor]] = None  # Values for state_dict() on this rank alone.
+        self.pass_has_gradients = True  # Of the model's forward pass that runs.
         self.writing = False  # Within gathered(write=True).
         self.guard: Optional[guard.Guard] = None
         for p in self.parameters:
@@ -367,6 +377,8 @@ class Sharded:
         if self.depth and self.depth > _calls_on_stack(module) - 1:
             self.end_interrupted()
         self.depth += 1
+        if self.depth == 1:
+            self.pass_has_gradients = torch.is_grad_enabled()
         if not self.residents and self.guard is not None and not self.guard.is_needed():
             return None
         self.commit()
@@ -400,7 +412,8 @@ class Sharded:
         if self.depth != 1 or _task() != -1 or unit in self.residents:
             return False
         self.residents.append(unit)
-        self.acquire_forward(unit)
+        with torch.set_grad_enabled(self.pass_has_gradients):  # The read may be under no_grad().
+            self.acquire_forward(unit)
         unit.frames.append(_Call(unit))
         return True
 
@@ -516,9 +529,10 @@ class Sharded:
         if self.stepped:
             self.adds_to_last = any(p.grad is not None for p in self.stand_ins)
         self.stepped = False
-        passes = [1] * len(self.units)
+        # The forward passes of this graph, if it is of an earlier micro-step: those that no backward pass has used, or, if the
+        # graph was retained, as many as its last backward pass used.
+        passes = [max(1, unit.forwards or unit.backwards) for unit in self.units]
         if self.in_step and self.has_gradients and self.gradients_were_cleared():
-            passes = [max(1, unit.forwards) for unit in self.units]
             self.abandon()  # zero_grad() came after this forward pass.
         if self.in_step and self.has_gradients and any(gradient.factor != 1.0 for gradient in self.stand_ins.values()):
             raise Unsupported("gradients were scaled or clipped between two backward passes of a step, and the next one adds to "
@@ -528,6 +542,8 @@ class Sharded:
                 for _ in range(count):
                     self.acquire_forward(unit, counted=True)
                     self.release(unit)
+        for unit in self.units:
+            unit.backwards = 0
         for p in self.stand_ins:
             p.grad = None
         self.norm = None
