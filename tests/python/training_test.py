@@ -327,6 +327,19 @@ class OneRank(unittest.TestCase):
                 p.grad.mul_(0.5)
             optimizer.step()  # Without zero_grad(): the next step begins with gradients of zero.
 
+    def test_a_write_of_weights_in_a_pass_is_refused(self):
+        class Clamped(torch.nn.Linear):
+            def forward(self, x):
+                with torch.no_grad():
+                    self.weight.clamp_(-0.1, 0.1)
+                return super().forward(x)
+
+        for stage in (0, 3):
+            model = forebay.shard(torch.nn.Sequential(Clamped(4, 4), torch.nn.Linear(4, 1)), stage=stage)
+            forebay.SGD(model, lr=0.1)
+            with self.assertRaisesRegex(forebay.InvalidArgument, "clamp_.* writes 0.weight within a pass"):
+                model(torch.ones(2, 4))
+
     def test_several_backward_passes(self):
         class Block(torch.nn.Module):
             def __init__(self, uses):

@@ -84,7 +84,19 @@ class Guard(TorchDispatchMode):
             for t in tree_leaves((args, kwargs)):
                 if isinstance(t, torch.Tensor) and type(t).__name__ != "Gradient":
                     self.check(owner, func, t)
+            for argument, value in zip(func._schema.arguments, args):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    for t in value if isinstance(value, (list, tuple)) else [value]:
+                        self.refuse_write(func, t)
         return func(*args, **(kwargs or {}))
+
+    def refuse_write(self, func: Any, t: Any) -> None:
+        if not isinstance(t, torch.Tensor) or t.layout != torch.strided or t.is_meta or type(t).__name__ == "Gradient":
+            return
+        name, indices = self.places.get(t.untyped_storage().data_ptr(), ("", []))
+        if indices:
+            raise InvalidArgument(f"{func} writes {name} within a pass; weights of a sharded model change in optimizer.step() "
+                                  "only, so write them within forebay.gathered(model, write=True), after the step")
 
     def check(self, owner: "Sharded", func: Any, t: torch.Tensor) -> None:
         if t.layout != torch.strided or t.is_meta:
