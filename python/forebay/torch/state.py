@@ -342,7 +342,7 @@ class Saving:
         self._sharded.engine.save_end()
 
 
-_BUFFER_BYTES_MAX = 16 << 20
+_BUFFER_BYTES_MAX = 128 << 20
 
 
 def _persistent_buffers(model: nn.Module) -> Iterator[Tuple[str, torch.Tensor]]:
@@ -380,7 +380,7 @@ def _take_buffers(model: nn.Module, encoded: Dict[str, Dict[str, Any]]) -> None:
 def save(model: nn.Module, directory: Path, state: Any = None, background: bool = False) -> Optional[Saving]:
     """Saves weights, moments, step counts, buffers and `state` (anything that JSON can hold) under `directory`.
 
-    Buffers are those of rank 0 that state_dict() has, 16 MiB at most.
+    Buffers are those of rank 0 that state_dict() has, 128 MiB at most.
 
     A kill at any moment leaves the last saved state whole. restore() takes it at any number of ranks and any stage.
     `background`: a thread writes a copy in host memory while training goes on; it needs shard(save_async=True). The state
