@@ -81,38 +81,43 @@ class Guard(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         owner = self.owner() if self.checks else None
         if owner is not None and not (_is_view(func) or _reads_no_values(func) or _copies_to_itself(func, args)):
+            written = _written(func, args, kwargs or {})
             for t in tree_leaves((args, kwargs)):
                 if isinstance(t, torch.Tensor) and type(t).__name__ != "Gradient":
-                    self.check(owner, func, t)
-            for argument, value in zip(func._schema.arguments, args):
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    for t in value if isinstance(value, (list, tuple)) else [value]:
-                        self.refuse_write(func, t)
+                    self.check(owner, func, t, any(t is one for one in written))
         return func(*args, **(kwargs or {}))
 
-    def refuse_write(self, func: Any, t: Any) -> None:
-        if not isinstance(t, torch.Tensor) or t.layout != torch.strided or t.is_meta or type(t).__name__ == "Gradient":
-            return
-        name, indices = self.places.get(t.untyped_storage().data_ptr(), ("", []))
-        if indices:
-            raise InvalidArgument(f"{func} writes {name} within a pass; weights of a sharded model change in optimizer.step() "
-                                  "only, so write them within forebay.gathered(model, write=True), after the step")
-
-    def check(self, owner: "Sharded", func: Any, t: torch.Tensor) -> None:
+    def check(self, owner: "Sharded", func: Any, t: torch.Tensor, is_written: bool) -> None:
         if t.layout != torch.strided or t.is_meta:
             return
         name, indices = self.places.get(t.untyped_storage().data_ptr(), ("", []))
         units = [owner.units[i] for i in indices]
-        if not units or any(unit.held for unit in units):
+        if not units:
             return
-        if owner.make_resident(units[0]):
-            warnings.warn(f"{func} reads {name} outside of its module, so unit {units[0].name} stays gathered for the "
-                          f"whole pass of the model; shard(resident=[\"{units[0].name}\"]) says the same")
-            return
-        raise InvalidArgument(
-            f"{func} reads {name} of unit {units[0].name} outside of the forward and backward pass of its module; read "
-            "it within forebay.gathered(model), or name the module that uses it in shard(units=[...]), or its owner in "
-            "shard(resident=[...]). A program that reads or copies parameters before it trains does so before shard()")
+        if not any(unit.held for unit in units):
+            self.make_resident(owner, func, name, units[0])
+        if is_written:
+            raise InvalidArgument(f"{func} writes {name} within a pass; weights of a sharded model change in optimizer.step() "
+                                  "only, so write them within forebay.gathered(model, write=True), after the step")
+
+    @staticmethod
+    def make_resident(owner: "Sharded", func: Any, name: str, unit: Any) -> None:
+        if not owner.make_resident(unit):
+            raise InvalidArgument(
+                f"{func} reads {name} of unit {unit.name} outside of the forward and backward pass of its module; read "
+                "it within forebay.gathered(model), or name the module that uses it in shard(units=[...]), or its owner in "
+                "shard(resident=[...]). A program that reads or copies parameters before it trains does so before shard()")
+        warnings.warn(f"{func} reads {name} outside of its module, so unit {unit.name} stays gathered for the "
+                      f"whole pass of the model; shard(resident=[\"{unit.name}\"]) says the same")
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> List[Any]:
+    """The arguments that the operator writes."""
+    found = []
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found += tree_leaves(args[i] if i < len(args) else kwargs.get(argument.name))
+    return found
 
 
 def _is_view(func: Any) -> bool:

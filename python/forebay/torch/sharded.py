@@ -241,7 +241,7 @@ class Sharded:
         self.needs_values = any(t.is_meta for t in itertools.chain(model.parameters(), model.buffers()))
         self.without_values: Set[nn.Parameter] = set()  # From the meta device.
         self.collected: Optional[Dict[nn.Parameter, torch.Tensor]] = None  # Values for state_dict() on this rank alone.
-        self.pass_has_gradients = True  # Of the model's forward pass that runs.
+        self.pass_has_gradients = True  # Whether the model's latest forward pass began with gradients enabled.
         self.writing = False  # Within gathered(write=True).
         self.guard: Optional[guard.Guard] = None
         for p in self.parameters:
@@ -648,8 +648,6 @@ class Sharded:
         result = self.engine.step()
         self.in_step = self.has_gradients = False
         self.stepped = True
-        for gradient in self.stand_ins.values():
-            gradient.factor = 1.0
         self.norm = result.grad_norm / factor if factor else None  # The norm before clip_grad_norm_().
         self.guard.end_step()
         return result
@@ -674,8 +672,8 @@ class Sharded:
             unit.held, unit.in_backward, unit.forwards = 0, False, 0
         self.in_step = self.has_gradients = self.adds_to_last = False
         self.tasks.clear()
-        for p, gradient in self.stand_ins.items():
-            p.grad, gradient.factor = None, 1.0
+        for p in self.stand_ins:
+            p.grad = None
 
     def between_steps(self) -> None:
         """Makes sure that no step is open. Errors: InvalidArgument while gradients wait for the optimizer."""
