@@ -306,18 +306,23 @@ struct AttentionBackward {
 };
 
 // The operations that are one kernel each.
-#define FOREBAY_GPT_OPERATIONS(ROW)                                                                        \
-  ROW(Widen)                                                                                               \
-  ROW(Narrow)                                                                                              \
-  ROW(Add)                                                                                                 \
-  ROW(Drop)                                                                                                \
-  ROW(Gelu)                                                                                                \
-  ROW(GeluBackward)                                                                                        \
-  ROW(SwiGlu)                                                                                              \
-  ROW(SwiGluBackward)                                                                                      \
-  ROW(Rotate) ROW(AddBias) ROW(ColumnSums) ROW(Embed) ROW(EmbedTokensBackward) ROW(EmbedPositionsBackward) \
-      ROW(NormForward) ROW(NormBackward) ROW(GainBackward) ROW(CrossEntropy) ROW(CrossEntropyBackward)     \
-          ROW(AttentionForward)
+#define FOREBAY_GPT_OPERATIONS(ROW) \
+  ROW(Widen)                        \
+  ROW(Narrow)                       \
+  ROW(Add)                          \
+  ROW(Drop)                         \
+  ROW(Gelu)                         \
+  ROW(GeluBackward)                 \
+  ROW(SwiGlu)                       \
+  ROW(SwiGluBackward)               \
+  ROW(Rotate)                       \
+  ROW(AddBias)                      \
+  ROW(ColumnSums)                   \
+  ROW(Embed)                        \
+  ROW(EmbedTokensBackward)          \
+  ROW(EmbedPositionsBackward)       \
+  ROW(NormForward)                  \
+  ROW(NormBackward) ROW(GainBackward) ROW(CrossEntropy) ROW(CrossEntropyBackward) ROW(AttentionForward)
 
 class Operations {
  public:
