@@ -8,8 +8,8 @@ TCP between network namespaces of which each has a token bucket of 100 Mbit/s, 1
 processes, link and stage once; offload and size change from round to round, so that six rounds have all 192 combinations.
 
 Each round first trains one rank alone, as many copies at the same time as there will be ranks, and gives the reports to `forebay bench-tiers
---save`, which measures the rest. Nothing else is told to the simulation but the rates of the token buckets. The figures mean something on an
-idle machine only.
+--save`, which the ranks run over the link to measure the rest. Nothing else is told to the simulation. The figures mean something on an idle
+machine only.
 
 It needs root for the namespaces. Prints a table. Exit codes: 0; 1 if the median of the cases is off by more than 10 % or the worst by more
 than 20 %; 77 if namespaces cannot be made, after the cases over shared memory.
@@ -32,8 +32,6 @@ MEDIAN, WORST = 0.10, 0.20
 SHAPES = {"small": ["--layers", "4", "--hidden", "192"], "large": ["--layers", "4", "--hidden", "320"]}
 COMMON = ["--heads", "4", "--sequence", "128", "--batch", "4", "--dtype", "fp32"]
 RATES = {"100mbit": 100e6, "1gbit": 1e9, "10gbit": 10e9}
-# Payload of a full frame over its bytes on the wire, by which a token bucket counts.
-PAYLOAD = 1448 / 1514
 STEPS = 5
 
 
@@ -105,46 +103,53 @@ class Measurement:
         self.count += 1
         return self.directory / f"{self.count}-{name}"
 
-    def train(self, ranks, words, communicator=None, hosts=None):
-        """Trains; a communicator makes it one run of all ranks, otherwise each rank trains alone. The mean step in seconds, a report."""
+    def start(self, ranks, words_of, communicator=None, hosts=None):
+        """Runs a process for each rank, which meet unless `communicator` is None. Their outputs."""
         store = self.place("store")
         store.mkdir(mode=0o700)
-        reports = [self.place("report.json") for _ in range(ranks)]
         processes = []
         for rank in range(ranks):
             environment = dict(self.environment)
-            more = ["--communicator", communicator or "local"]
             if communicator:
                 environment.update(FOREBAY_RANK=str(rank), FOREBAY_SIZE=str(ranks), FOREBAY_STORE=str(store))
                 if hosts:
                     environment["FOREBAY_INTERFACE"] = "eth0"
-            else:
-                more += ["--ranks", "1"]
-            processes.append(subprocess.Popen(
-                (hosts.on(rank) if hosts else []) + [self.program, *COMMON, *words, "--threads", "1", "--steps", str(STEPS), "--quiet",
-                                                     "--report", str(reports[rank]), *more],
-                env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
+            processes.append(subprocess.Popen((hosts.on(rank) if hosts else []) + words_of(rank), env=environment, text=True,
+                                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
         outputs = [process.communicate(timeout=LIMIT)[0] for process in processes]
         if any(process.returncode != 0 for process in processes):
-            raise RuntimeError(f"{' '.join(words)}: {' '.join(outputs).strip()[-1500:]}")
+            raise RuntimeError(f"{' '.join(words_of(0))}: {' '.join(outputs).strip()[-1500:]}")
+        return outputs
+
+    def train(self, ranks, words, communicator=None, hosts=None):
+        """Trains; a communicator makes it one run of all ranks, otherwise each rank trains alone. The mean step in seconds, a report."""
+        reports = [self.place("report.json") for _ in range(ranks)]
+        more = ["--communicator", communicator or "local"] + ([] if communicator else ["--ranks", "1"])
+        self.start(ranks, lambda rank: [self.program, *COMMON, *words, "--threads", "1", "--steps", str(STEPS), "--quiet", "--report",
+                                        str(reports[rank]), *more], communicator, hosts)
         told = [json.loads(report.read_text()) for report in reports if report.exists()]
         steps = [rank["step_ms"] / 1e3 for report in told for rank in report["ranks"]]
         return statistics.mean(steps), told[0]
 
-    def describe(self, ranks, link):
-        """The description of this machine by bench-tiers, for so many ranks."""
+    def train_alone(self, ranks):
+        """Reports of one rank's trainings, as many at the same time as there will be ranks."""
         runs = []
         for shape in SHAPES.values():
             step, report = self.train(ranks, shape)
             report["ranks"][0]["step_ms"] = step * 1e3
             runs.append(self.place("run.json"))
             runs[-1].write_text(json.dumps(report))
+        return runs
+
+    def describe(self, ranks, runs, communicator, hosts):
+        """The description of this machine by bench-tiers, which runs on all ranks."""
         saved = self.place("machine.json")
-        words = [self.command, "bench-tiers", str(self.directory), "--save", str(saved), "--link", link, "--ranks", str(ranks),
-                 "--bytes", "64MiB", "--seconds", "4"]
+        words = [self.command, "bench-tiers", str(self.directory), "--save", str(saved), "--bytes", "64MiB", "--seconds", "6"]
+        if communicator == "gloo":
+            words += ["--link", "tcp"]
         for run in runs:
             words += ["--run", str(run)]
-        must(words)
+        self.start(ranks, lambda rank: words, communicator, hosts)
         return json.loads(saved.read_text())
 
     def simulate(self, machine, ranks, words):
@@ -166,31 +171,19 @@ class Measurement:
         return ["--offload", "optimizer", "--offload-tier", f"nvme:{files}"]
 
 
-def with_rate(machine, rate):
-    """The description of hosts whose cables carry `rate`."""
-    changed = json.loads(json.dumps(machine))
-    link = changed["links"][0]["bytes_per_second"]
-    carried = RATES[rate] / 8 * PAYLOAD
-    if carried < link["value"]:
-        link.update(value=carried, source=f"token bucket of {rate}, less headers")
-    return changed
-
-
 def measure_round(measurement, number, ranks_list, links, rows):
     for ranks in ranks_list:
-        machines = {}
+        runs = measurement.train_alone(ranks)
         for index, link in enumerate(links):
-            kind = "shm" if link == "shm" else "tcp"
-            if kind not in machines:
-                machines[kind] = measurement.describe(ranks, kind)
-            machine = machines[kind] if kind == "shm" else with_rate(machines[kind], link)
-            hosts = Hosts(ranks, link) if kind == "tcp" else None
+            communicator = "shm" if link == "shm" else "gloo"
+            hosts = Hosts(ranks, link) if communicator == "gloo" else None
             try:
+                machine = measurement.describe(ranks, runs, communicator, hosts)
                 for stage in range(4):
                     turn = number + index + stage + ranks // 2
                     offload, size = ("none", "host", "files")[turn % 3], list(SHAPES)[(turn // 3 + stage) % 2]
                     words = [*SHAPES[size], "--stage", str(stage), *measurement.offload(offload)]
-                    measured, _ = measurement.train(ranks, words, "shm" if kind == "shm" else "gloo", hosts)
+                    measured, _ = measurement.train(ranks, words, communicator, hosts)
                     simulated = measurement.simulate(machine, ranks, words)
                     rows.append({"ranks": ranks, "link": link, "stage": stage, "offload": offload, "size": size,
                                  "measured": measured, "simulated": simulated, "ratio": simulated / measured})

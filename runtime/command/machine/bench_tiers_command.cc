@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "forebay/bootstrap.h"
 #include "forebay/cuda_backend.h"
 #include "forebay/host_backend.h"
 #include "forebay/sharding_arguments.h"
@@ -36,6 +37,8 @@ struct BenchArguments {
   std::vector<std::string> runs;
   std::string link = "shm";
 
+  const CLI::Option* link_option = nullptr;
+  const CLI::Option* ranks_option = nullptr;
   ModelArguments model;
   std::int64_t ranks = 1;
   std::int64_t host_ranks = 0;
@@ -179,23 +182,31 @@ Result<std::vector<MeasuredRun>> read_runs(const BenchArguments& arguments) {
   return runs;
 }
 
+// `launched`: null if this process starts the ranks itself.
 Result<MachineFigures> measure_machine(const BenchArguments& arguments, const std::vector<MeasuredRun>& runs,
-                                       const Topology& topology, std::uint64_t bytes) {
+                                       const Topology& topology, std::uint64_t bytes,
+                                       LaunchedRanks* launched) {
   constexpr int kHostRanksMax = 256;
   MachineFigures machine;
   int ranks = 1;
-  FOREBAY_RETURN_IF_ERROR(read_positive("ranks", arguments.ranks, kHostRanksMax, &ranks));
-  machine.link = arguments.link == "shm" ? LinkKind::kShm : LinkKind::kGloo;
+  if (launched == nullptr)
+    FOREBAY_RETURN_IF_ERROR(read_positive("ranks", arguments.ranks, kHostRanksMax, &ranks));
   machine.host_memory_bytes = host_memory_limit();
   std::size_t cores = 0;
   for (const NumaNode& node : topology.nodes) cores += node.cores.size();
   machine.processors = static_cast<int>(std::max<std::size_t>(cores, 1));
   if (topology.processor_quota)
     machine.processors = std::clamp(static_cast<int>(*topology.processor_quota), 1, machine.processors);
-  FOREBAY_ASSIGN_OR_RETURN(machine.rank,
-                           measure_ranks(ranks, machine.link, runs.front().request.options.dtype,
-                                         std::max(bytes / static_cast<std::uint64_t>(ranks), kBytesMin),
-                                         part_of(arguments.seconds, kRankPart)));
+  const RankRequest request{.dtype = runs.front().request.options.dtype,
+                            .bytes = std::max(bytes / static_cast<std::uint64_t>(arguments.ranks), kBytesMin),
+                            .duration = part_of(arguments.seconds, kRankPart)};
+  if (launched != nullptr) {
+    machine.link = launched->link();
+    FOREBAY_ASSIGN_OR_RETURN(machine.rank, launched->measure(request));
+  } else {
+    machine.link = arguments.link == "shm" ? LinkKind::kShm : LinkKind::kGloo;
+    FOREBAY_ASSIGN_OR_RETURN(machine.rank, measure_ranks(ranks, machine.link, request));
+  }
   return machine;
 }
 
@@ -212,7 +223,7 @@ Result<std::string> file_to_save(const std::string& name) {
   return path;
 }
 
-Result<BenchTiersReport> bench(const BenchArguments& arguments) {
+Result<BenchTiersReport> bench(const BenchArguments& arguments, LaunchedRanks* launched) {
   BenchTiersReport report;
   FOREBAY_RETURN_IF_ERROR(read_bytes("bytes", arguments.bytes, &report.bytes));
   if (report.bytes < kBytesMin) {
@@ -243,7 +254,9 @@ Result<BenchTiersReport> bench(const BenchArguments& arguments) {
     FOREBAY_ASSIGN_OR_RETURN(runs, read_runs(arguments));
     line.show("measuring ranks at the same time");
     // Forks, so it comes before the threads of a backend.
-    FOREBAY_ASSIGN_OR_RETURN(machine, measure_machine(arguments, runs, topology, report.bytes));
+    FOREBAY_ASSIGN_OR_RETURN(machine, measure_machine(arguments, runs, topology, report.bytes, launched));
+    report.ranks = machine->rank;
+    report.ranks_link = machine->link;
   }
   FOREBAY_ASSIGN_OR_RETURN(const Device device, open_device(arguments.device, topology));
   report.device = device.backend->capabilities().name;
@@ -286,11 +299,43 @@ Result<BenchTiersReport> bench(const BenchArguments& arguments) {
   return report;
 }
 
-int run(const BenchArguments& arguments) {
-  const Result<BenchTiersReport> report = bench(arguments);
+int complain_of(const Status& status) {
+  return complain("forebay bench-tiers", status.message(),
+                  status.code() == StatusCode::kInvalidArgument ? kBadUsage : kFailed);
+}
+
+// The ranks that a launcher started for --save; null without --save, and for a process alone. Corrects
+// --ranks.
+Result<std::unique_ptr<LaunchedRanks>> join_launched(BenchArguments& arguments, int* rank) {
+  if (arguments.save.empty()) return std::unique_ptr<LaunchedRanks>();
+  FOREBAY_ASSIGN_OR_RETURN(const LaunchEnvironment place, read_launch_environment());
+  if (place.size == 1) return std::unique_ptr<LaunchedRanks>();
+  if (given(arguments.ranks_option) && arguments.ranks != place.size)
+    return refuse("--ranks is " + std::to_string(arguments.ranks) + ", and the launcher started " +
+                  std::to_string(place.size) + " ranks; leave --ranks out");
+  arguments.ranks = place.size;
+  *rank = place.rank;
+  return LaunchedRanks::join({.rank = place.rank,
+                              .size = place.size,
+                              .store = place.store,
+                              .interface = place.interface,
+                              .configuration = "forebay bench-tiers"},
+                             given(arguments.link_option) && arguments.link == "tcp");
+}
+
+int run(BenchArguments& arguments) {
+  int rank = 0;
+  const auto launched = join_launched(arguments, &rank);
+  if (!launched.ok()) return complain_of(launched.status());
+  LaunchedRanks* const ranks = launched.value().get();
+  if (rank != 0) {
+    const auto measured = ranks->measure(Status(StatusCode::kUnavailable, "rank 0 decides"));
+    return measured.ok() ? 0 : complain_of(measured.status());
+  }
+  const Result<BenchTiersReport> report = bench(arguments, ranks);
   if (!report.ok()) {
-    return complain("forebay bench-tiers", report.status().message(),
-                    report.status().code() == StatusCode::kInvalidArgument ? kBadUsage : kFailed);
+    if (ranks != nullptr && !ranks->measured()) static_cast<void>(ranks->measure(report.status()));
+    return complain_of(report.status());
   }
   const std::string text =
       arguments.json ? bench_tiers_json(report.value()) : bench_tiers_text(report.value());
@@ -322,24 +367,28 @@ void add_bench_tiers_command(CLI::App& app, Action& action) {
             "Approximate time of all measurements together; a slow drive takes longer")
       ->capture_default_str();
   command->add_flag("--json", a.json, "Print JSON");
-  add_value(*command, "--save", a.save, "FILE|this",
-            "Write a description of this machine, for forebay simulate --cluster FILE, or --cluster this. "
-            "Its links "
-            "and kernels are measured by --ranks ranks at the same time");
+  add_value(
+      *command, "--save", a.save, "FILE|this",
+      "Write a description of this machine, for forebay simulate --cluster FILE, or --cluster this. Its "
+      "links and kernels are measured by --ranks ranks at the same time; or, if a launcher starts this "
+      "command (mpirun, srun, torchrun, FOREBAY_RANK and FOREBAY_SIZE), by its ranks, over all of "
+      "their hosts. Rank 0 measures the rest, and prints");
   add_value(
       *command, "--run", a.runs, "FILE",
       "With --save: a report of forebay-gpt --ranks 1 --report FILE, by which the speed of products is set; "
       "give two sizes or more")
       ->allow_extra_args(false);
-  add_value(*command, "--link", a.link, "shm|tcp", "With --save: the link between the ranks")
-      ->capture_default_str();
+  a.link_option =
+      add_value(*command, "--link", a.link, "shm|tcp", "With --save: the link between the ranks of a host")
+          ->capture_default_str();
 
   add_model_options(*command, a.model);
   const auto number = [&](const char* name, std::int64_t& target, const char* what) {
     return command->add_option(name, target, what)->type_name("N");
   };
   a.plan_options.push_back(a.model.batch_option);
-  a.plan_options.push_back(number("--ranks", a.ranks, "Data-parallel ranks")->capture_default_str());
+  a.ranks_option = number("--ranks", a.ranks, "Data-parallel ranks")->capture_default_str();
+  a.plan_options.push_back(a.ranks_option);
   a.sharding.add(*command, kBenchTiersProgram, {.dtype = DataType::kBfloat16});
   for (const char* const name : {"stage", "dtype", "micro-steps", "memory"})
     a.plan_options.push_back(a.sharding.option(name));

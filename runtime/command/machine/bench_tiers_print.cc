@@ -111,6 +111,46 @@ std::string model_text(const BenchedModel& model) {
   return text;
 }
 
+const char* link_name(LinkKind link) {
+  return link == LinkKind::kShm ? "shm" : "tcp";
+}
+
+std::string link_text(const std::string& name, const LinkMeasurement& link) {
+  return "  " + label(name, 18) + cell(format_text("%.3g GB/s", link.bytes_per_second / 1e9), 12) +
+         format_text("  (collectives; latency %.3g us)\n", link.latency_seconds * 1e6);
+}
+
+std::string ranks_text(const RankMeasurement& ranks, LinkKind link) {
+  std::string text =
+      "\n" + std::to_string(ranks.ranks) + (ranks.ranks == 1 ? " rank" : " ranks at the same time");
+  if (ranks.host_ranks < ranks.ranks) text += ", " + std::to_string(ranks.host_ranks) + " on each host";
+  text += "; for each\n";
+  text += "  AdamW             " + cell(rate_text(ranks.kernel_bytes_per_second), 12) + "  (one thread)\n";
+  text += "  copies            " + cell(rate_text(ranks.copy_bytes_per_second), 12) + "\n";
+  if (ranks.within_host.bytes_per_second > 0)
+    text += link_text(std::string("in a host, ") + link_name(link), ranks.within_host);
+  if (ranks.between_hosts.bytes_per_second > 0) text += link_text("between hosts", ranks.between_hosts);
+  return text;
+}
+
+Json link_json(const LinkMeasurement& link) {
+  if (link.bytes_per_second <= 0) return nullptr;
+  return Json{{"bytes_per_second", link.bytes_per_second},
+              {"latency_seconds", link.latency_seconds},
+              {"processor_seconds_per_byte", link.processor_seconds_per_byte}};
+}
+
+Json ranks_json(const RankMeasurement& ranks, LinkKind link) {
+  return Json{{"ranks", ranks.ranks},
+              {"host_ranks", ranks.host_ranks},
+              {"adamw_bytes_per_second", ranks.kernel_bytes_per_second},
+              {"copy_bytes_per_second", ranks.copy_bytes_per_second},
+              {"link", link_name(link)},
+              {"within_host", link_json(ranks.within_host)},
+              {"between_hosts", link_json(ranks.between_hosts)},
+              {"control_seconds", ranks.control_seconds}};
+}
+
 Json strings(const std::string& text) {
   return text.empty() ? Json(nullptr) : Json(text);
 }
@@ -204,6 +244,7 @@ std::string bench_tiers_text(const BenchTiersReport& report) {
           format_text("  (%.0f million elements/s, ", host.adamw_elements_per_second / 1e6) +
           std::to_string(host.adamw_bytes_per_element) + " bytes each)\n";
   for (const FileMeasurement& files : report.files) text += files_text(files);
+  if (report.ranks) text += ranks_text(*report.ranks, report.ranks_link);
   if (report.model) text += model_text(*report.model);
   return text;
 }
@@ -235,6 +276,7 @@ std::string bench_tiers_json(const BenchTiersReport& report) {
                     {"adamw_elements_per_second", host.adamw_elements_per_second},
                     {"adamw_bytes_per_element", host.adamw_bytes_per_element}}},
                   {"files", files},
+                  {"ranks", report.ranks ? ranks_json(*report.ranks, report.ranks_link) : Json(nullptr)},
                   {"model", report.model ? model_json(*report.model) : Json(nullptr)}};
   return json.dump(2, ' ', false, Json::error_handler_t::replace) + "\n";
 }

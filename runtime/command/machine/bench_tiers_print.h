@@ -8,6 +8,7 @@
 
 #include "forebay/topology.h"
 #include "runtime/command/machine/offload_choice.h"
+#include "runtime/command/machine/rank_measurement.h"
 #include "runtime/command/machine/tier_measurement.h"
 
 namespace forebay {
@@ -29,7 +30,9 @@ struct BenchTiersReport {
   std::uint64_t bytes = 0;
   CopyMeasurement copies;
   HostMeasurement host;
-  std::vector<FileMeasurement> files;  // Each directory; with several, all of them striped, last.
+  std::vector<FileMeasurement> files;    // Each directory; with several, all of them striped, last.
+  std::optional<RankMeasurement> ranks;  // With --save.
+  LinkKind ranks_link = LinkKind::kShm;
   std::optional<BenchedModel> model;
 };
 

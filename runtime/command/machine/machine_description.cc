@@ -118,7 +118,17 @@ Json description_json(const ClusterDescription& cluster, const MachineFigures& f
   Json points = Json::array();
   for (const auto& [size, part] : device.matrix_efficiency) points.push_back({size, part});
   const auto& [type, flops] = *device.flops.begin();
-  const LinkDescription& link = cluster.links.front();
+  Json links = Json::array();
+  for (const LinkDescription& link : cluster.links) {
+    links.push_back({{"name", link.name}});
+    if (link.ranks != 0) links.back()["ranks"] = link.ranks;
+    links.back()["bytes_per_second"] = figure(link.bytes_per_second, measured + ": collectives");
+    links.back()["ranks_per_link"] = link.ranks_per_link;
+    links.back()["latency_seconds"] = figure(link.latency_seconds, measured + ": collectives");
+    links.back()["message_seconds"] = figure(0, "counted in latency_seconds");
+    links.back()["processor_seconds_per_byte"] =
+        figure(link.processor_seconds_per_byte, measured + ": collectives");
+  }
   return {
       {"name", cluster.name},
       {"device",
@@ -139,13 +149,7 @@ Json description_json(const ClusterDescription& cluster, const MachineFigures& f
       {"drive_write_bytes_per_second", figure(cluster.drive_write_bytes_per_second, measured)},
       {"control_seconds", figure(cluster.control_seconds, measured + ": barriers")},
       {"shared_processors", cluster.shared_processors},
-      {"links", Json::array({{{"name", link.name},
-                              {"bytes_per_second", figure(link.bytes_per_second, measured + ": all-gathers")},
-                              {"ranks_per_link", link.ranks_per_link},
-                              {"latency_seconds", figure(link.latency_seconds, measured + ": all-gathers")},
-                              {"message_seconds", figure(0, "counted in latency_seconds")},
-                              {"processor_seconds_per_byte",
-                               figure(link.processor_seconds_per_byte, measured + ": all-gathers")}}})}};
+      {"links", links}};
 }
 
 }  // namespace
@@ -186,28 +190,36 @@ Result<std::string> describe_machine(const MachineFigures& figures, const std::v
     return product_size(a.request) < product_size(b.request);
   });
   const RankMeasurement& rank = figures.rank;
-  const auto ranks = static_cast<std::uint64_t>(rank.ranks);
+  const auto host_ranks = static_cast<std::uint64_t>(rank.host_ranks);
   // A processor of its own for the work beside the kernels: then that takes nothing from them.
-  const bool shared = 2 * rank.ranks > figures.processors;
-  const double load = std::max(1.0, static_cast<double>(rank.ranks) / figures.processors);
+  const bool shared = 2 * rank.host_ranks > figures.processors;
+  const double load = std::max(1.0, static_cast<double>(rank.host_ranks) / figures.processors);
 
   ClusterDescription cluster{.name = "this",
-                             .host_ranks = rank.ranks,
+                             .host_ranks = rank.host_ranks,
                              .host_memory_bytes = figures.host_memory_bytes,
-                             .host_bytes_per_second = rank.kernel_bytes_per_second * rank.ranks,
+                             .host_bytes_per_second = rank.kernel_bytes_per_second * rank.host_ranks,
                              .bus_bytes_per_second = rank.copy_bytes_per_second,
                              .drive_read_bytes_per_second = figures.drive_read_bytes_per_second,
                              .drive_write_bytes_per_second = figures.drive_write_bytes_per_second,
                              .control_seconds = rank.control_seconds,
                              .shared_processors = shared};
-  cluster.links.push_back(
-      {.name = figures.link == LinkKind::kShm ? "shm" : "tcp",
-       .bytes_per_second = rank.ranks > 1 ? rank.link_bytes_per_second : 1e9,
-       .latency_seconds = rank.link_latency_seconds,
-       .processor_seconds_per_byte = shared ? rank.link_processor_seconds_per_byte * load : 0});
+  const auto add_link = [&](const std::string& name, int of, const LinkMeasurement& link) {
+    cluster.links.push_back(
+        {.name = name,
+         .ranks = of,
+         .bytes_per_second = rank.ranks > 1 ? link.bytes_per_second : 1e9,
+         .latency_seconds = link.latency_seconds,
+         .processor_seconds_per_byte = shared ? link.processor_seconds_per_byte * load : 0});
+  };
+  const bool several_hosts = rank.host_ranks < rank.ranks;
+  if (rank.host_ranks > 1 || !several_hosts)
+    add_link(figures.link == LinkKind::kShm ? "shm" : "tcp", several_hosts ? rank.host_ranks : 0,
+             rank.within_host);
+  if (several_hosts) add_link("network", 0, rank.between_hosts);
   DeviceDescription& device = cluster.device;
   device.name = "host";
-  device.memory_bytes = figures.host_memory_bytes / ranks;
+  device.memory_bytes = figures.host_memory_bytes / host_ranks;
   device.memory_bytes_per_second = rank.kernel_bytes_per_second;
   device.memory_efficiency = 1;
   std::string names;

@@ -5,14 +5,16 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cstdlib>
 #include <exception>
 #include <filesystem>
+#include <fstream>
 #include <functional>
-#include <memory>
 #include <span>
 #include <string>
+#include <string_view>
 #include <type_traits>
 #include <vector>
 
@@ -73,9 +75,22 @@ class RankBench {
 
   RankMeasurement run(DataType dtype, std::uint64_t bytes) {
     RankMeasurement measured{.ranks = communicator_.size()};
+    const int host = find_host(measured);
     measured.kernel_bytes_per_second = kernel_rate(dtype, bytes);
     measured.copy_bytes_per_second = copy_rate(bytes);
-    if (communicator_.size() > 1) measure_link(measured);
+    if (measured.ranks == 1) return measured;
+    if (measured.host_ranks == measured.ranks) {
+      measured.within_host = measure_link(communicator_, measured.kernel_bytes_per_second);
+    } else if (measured.host_ranks == 1) {
+      measured.between_hosts = measure_link(communicator_, measured.kernel_bytes_per_second);
+    } else {
+      measured.within_host =
+          measure_link(*value_or_throw(communicator_.split(host, 0)), measured.kernel_bytes_per_second);
+      measured.between_hosts = measure_link(*value_or_throw(communicator_.split(place_on_host_, 0)),
+                                            measured.kernel_bytes_per_second);
+    }
+    const double barrier = seconds([&] { throw_if_error(communicator_.barrier()); });
+    measured.control_seconds = barrier / (2 * std::bit_width(static_cast<std::uint64_t>(measured.ranks) - 1));
     return measured;
   }
 
@@ -130,33 +145,61 @@ class RankBench {
     return static_cast<double>(bytes) / time;
   }
 
-  void measure_link(RankMeasurement& measured) {
-    const auto size = static_cast<std::uint64_t>(communicator_.size());
+  // The first rank of this rank's host. Fills in the ranks of a host.
+  int find_host(RankMeasurement& measured) {
+    using Boot = std::array<char, 64>;
+    Boot mine{};
+    std::ifstream("/proc/sys/kernel/random/boot_id").read(mine.data(), mine.size() - 1);
+    std::vector<Boot> all(static_cast<std::size_t>(communicator_.size()));
+    throw_if_error(
+        communicator_.exchange(std::as_bytes(std::span(mine)), std::as_writable_bytes(std::span(all))));
+    const auto end_of_lower = all.begin() + communicator_.rank();
+    place_on_host_ = static_cast<int>(std::count(all.begin(), end_of_lower, mine));
+    measured.host_ranks = static_cast<int>(std::count(all.begin(), all.end(), mine));
+    for (const Boot& other : all) {
+      const auto others = std::count(all.begin(), all.end(), other);
+      if (others != measured.host_ranks)
+        throw Error(StatusCode::kInvalidArgument, "one host has " + std::to_string(measured.host_ranks) +
+                                                      " ranks and another has " + std::to_string(others) +
+                                                      "; start the same number on each host");
+    }
+    return static_cast<int>(std::find(all.begin(), all.end(), mine) - all.begin());
+  }
+
+  // A reduce-scatter and an all-gather of slices of `bytes`, less the kernel that adds the slices.
+  LinkMeasurement measure_link(Communicator& link, double kernel_bytes_per_second) {
+    const auto size = static_cast<std::uint64_t>(link.size());
     const auto peers = static_cast<double>(size - 1);
     const Block block(backend_, size * kLargeBytes);
+    const Block received(backend_, link.staging_bytes(kLargeBytes / sizeof(float), DataType::kFloat32));
+    throw_if_error(backend_.fill_async(block.data(), 0, size * kLargeBytes, stream_));
     double rounds = 0;
-    const auto gather = [&](std::uint64_t bytes) {
+    const auto move = [&](std::uint64_t bytes) {
       return seconds([&, bytes] {
         ++rounds;
-        const std::size_t mine = static_cast<std::size_t>(communicator_.rank()) * bytes;
-        throw_if_error(communicator_.all_gather({.source = block.data() + mine,
-                                                 .target = block.data(),
-                                                 .target_stride_bytes = bytes,
-                                                 .bytes = bytes},
-                                                stream_));
+        std::byte* const mine = block.data() + static_cast<std::size_t>(link.rank()) * bytes;
+        throw_if_error(link.reduce_scatter({.source = block.data(),
+                                            .source_stride_bytes = bytes,
+                                            .count = bytes / sizeof(float),
+                                            .type = DataType::kFloat32,
+                                            .receive = received.data(),
+                                            .target = reinterpret_cast<float*>(mine),
+                                            .first = true},
+                                           stream_));
+        throw_if_error(link.all_gather(
+            {.source = mine, .target = block.data(), .target_stride_bytes = bytes, .bytes = bytes}, stream_));
       });
     };
-    const double small = gather(kSmallBytes);
+    const double small = move(kSmallBytes);
     rounds = 0;
     const double before = processor_seconds();
-    const double large = gather(kLargeBytes);
-    const double spent = mean(processor_seconds() - before);
-    const auto moved = static_cast<double>(kLargeBytes) * peers;
-    measured.link_bytes_per_second = moved / std::max(large - small, 1e-9);
-    measured.link_latency_seconds = small / peers;
-    measured.link_processor_seconds_per_byte = spent / (rounds * moved);
-    const double barrier = seconds([&] { throw_if_error(communicator_.barrier()); });
-    measured.control_seconds = barrier / (2 * std::bit_width(size - 1));
+    const double large = move(kLargeBytes);
+    const double adding = static_cast<double>((size + 1) * kLargeBytes) / kernel_bytes_per_second;
+    const double spent = mean(processor_seconds() - before) - rounds * adding;
+    const double moved = 2 * static_cast<double>(kLargeBytes) * peers;
+    return {.bytes_per_second = moved / std::max(large - small - adding, 1e-9),
+            .latency_seconds = small / (2 * peers),
+            .processor_seconds_per_byte = std::max(spent, 0.0) / (rounds * moved)};
   }
 
   Communicator& communicator_;
@@ -164,6 +207,7 @@ class RankBench {
   const std::unique_ptr<Kernels> kernels_;
   const Stream stream_;
   const std::chrono::nanoseconds duration_;  // Each measurement's.
+  int place_on_host_ = 0;
 };
 
 // A rank's answer to the parent.
@@ -175,8 +219,16 @@ struct Answer {
 static_assert(std::is_trivially_copyable_v<Answer>);
 constexpr auto kAnswerBytes = static_cast<ssize_t>(sizeof(Answer));
 
-Answer measure_rank(int rank, int ranks, LinkKind link, DataType dtype, std::uint64_t bytes,
-                    std::chrono::nanoseconds duration, const std::string& store) {
+RankMeasurement measure(Communicator& communicator, Backend& backend, const RankRequest& request) {
+  constexpr int kMeasurements = 5;
+  RankBench bench(communicator, backend, request.duration / kMeasurements);
+  const RankMeasurement measured = bench.run(request.dtype, request.bytes);
+  throw_if_error(communicator.barrier());
+  return measured;
+}
+
+Answer measure_rank(int rank, int ranks, LinkKind link, const RankRequest& request,
+                    const std::string& store) {
   Answer answer;
   try {
     const std::unique_ptr<HostBackend> backend = value_or_throw(HostBackend::create({.poison = false}));
@@ -184,8 +236,7 @@ Answer measure_rank(int rank, int ranks, LinkKind link, DataType dtype, std::uin
     const std::unique_ptr<Communicator> communicator =
         value_or_throw(link == LinkKind::kShm ? create_shm_communicator(process, *backend)
                                               : create_gloo_communicator(process, *backend));
-    answer.measured = RankBench(*communicator, *backend, duration / 5).run(dtype, bytes);
-    throw_if_error(communicator->barrier());
+    answer.measured = measure(*communicator, *backend, request);
     answer.ok = true;
   } catch (const std::exception& error) {
     std::string(error.what()).copy(answer.message, sizeof(answer.message) - 1);
@@ -195,8 +246,7 @@ Answer measure_rank(int rank, int ranks, LinkKind link, DataType dtype, std::uin
 
 }  // namespace
 
-Result<RankMeasurement> measure_ranks(int ranks, LinkKind link, DataType dtype, std::uint64_t bytes,
-                                      std::chrono::nanoseconds duration) {
+Result<RankMeasurement> measure_ranks(int ranks, LinkKind link, const RankRequest& request) {
   const auto failed = [](const std::string& message) {
     return Status(StatusCode::kUnavailable, "cannot measure ranks of this host: " + message);
   };
@@ -208,7 +258,7 @@ Result<RankMeasurement> measure_ranks(int ranks, LinkKind link, DataType dtype, 
   for (int rank = 0; rank < ranks; ++rank) {
     const pid_t child = ::fork();
     if (child == 0) {
-      const Answer answer = measure_rank(rank, ranks, link, dtype, bytes, duration, store);
+      const Answer answer = measure_rank(rank, ranks, link, request, store);
       const bool told = ::write(answers[1], &answer, sizeof(answer)) == kAnswerBytes;
       ::_exit(told && answer.ok ? 0 : 1);
     }
@@ -228,6 +278,41 @@ Result<RankMeasurement> measure_ranks(int ranks, LinkKind link, DataType dtype, 
     return failed("only " + std::to_string(answered) + " of " + std::to_string(ranks) + " ended in order");
   if (!first.ok) return failed(first.message[0] != '\0' ? first.message : "none could be started");
   return first.measured;
+}
+
+Result<std::unique_ptr<LaunchedRanks>> LaunchedRanks::join(const ProcessOptions& place, bool tcp) {
+  std::unique_ptr<LaunchedRanks> ranks(new LaunchedRanks);
+  FOREBAY_ASSIGN_OR_RETURN(ranks->backend_, HostBackend::create({.poison = false}));
+  FOREBAY_ASSIGN_OR_RETURN(ranks->communicator_, tcp ? create_gloo_communicator(place, *ranks->backend_)
+                                                     : create_process_communicator(place, *ranks->backend_));
+  return ranks;
+}
+
+LinkKind LaunchedRanks::link() const {
+  return communicator_->name() == std::string_view("shm") ? LinkKind::kShm : LinkKind::kGloo;
+}
+
+Result<RankMeasurement> LaunchedRanks::measure(const Result<RankRequest>& request) {
+  measured_ = true;
+  struct Word {
+    bool ok = false;
+    RankRequest request;
+  };
+  static_assert(std::is_trivially_copyable_v<Word>);
+  Word mine;
+  if (request.ok()) mine = {true, request.value()};
+  std::vector<Word> all(static_cast<std::size_t>(communicator_->size()));
+  FOREBAY_RETURN_IF_ERROR(
+      communicator_->exchange(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all))));
+  if (!all.front().ok) {
+    if (communicator_->rank() == 0) return request.status();
+    return Status(StatusCode::kUnavailable, "rank 0 measures nothing; its message says why");
+  }
+  try {
+    return forebay::measure(*communicator_, *backend_, all.front().request);
+  } catch (const Error& error) {
+    return error.status();
+  }
 }
 
 }  // namespace forebay

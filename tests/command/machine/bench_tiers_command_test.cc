@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <filesystem>
 #include <fstream>
+#include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
@@ -58,6 +59,120 @@ TEST(BenchTiersCommand, RefusesAPlaceOfTheDescriptionBeforeItMeasures) {
                                     {{"HOME", ""}, {"XDG_CACHE_HOME", ""}, {"FOREBAY_MACHINE", ""}});
     EXPECT_EQ(finished.exit_code, 2) << finished.output;
     EXPECT_NE(finished.output.find(one.answer), std::string::npos) << finished.output;
+  }
+}
+
+// The ranks of a launcher run the command with `arguments`, `host_ranks` of them on each host: a host is told
+// by the boot's id, so each gets another one, for which root is needed.
+class LaunchedBench {
+ public:
+  explicit LaunchedBench(int ranks, int host_ranks = 0) : ranks_(ranks), host_ranks_(host_ranks) {
+    std::filesystem::create_directory(store());
+    std::filesystem::permissions(store(), std::filesystem::perms::owner_all);
+    for (int host = 0; host_ranks > 0 && host < ranks / host_ranks; ++host)
+      std::ofstream(boot(host)) << "00000000-0000-4000-8000-00000000000" << host << "\n";
+    for (const int hidden : {64, 128}) {
+      const Json training{{"layers", 2}, {"hidden", hidden}, {"heads", 4}, {"sequence", 64}, {"batch", 4}};
+      const Json report{{"training", training},  {"world_size", 1},
+                        {"micro_steps", 1},      {"dtype", "fp32"},
+                        {"bucket_bytes", 65536}, {"offload", "none"},
+                        {"recompute", "none"},   {"ranks", Json::array({{{"step_ms", hidden / 8}}})}};
+      std::ofstream(run(hidden)) << report << "\n";
+    }
+  }
+
+  std::vector<std::string> arguments() const {
+    return small({directory_.path(), "--save", saved(), "--run", run(64), "--run", run(128)});
+  }
+  std::vector<Finished> start(const std::vector<std::string>& arguments) const {
+    std::vector<std::unique_ptr<Process>> processes;
+    for (int rank = 0; rank < ranks_; ++rank) {
+      std::vector<std::string> words{FOREBAY_COMMAND, "bench-tiers"};
+      words.insert(words.end(), arguments.begin(), arguments.end());
+      if (host_ranks_ > 0) {
+        const std::string script =
+            "mount --bind '" + boot(rank / host_ranks_) + "' /proc/sys/kernel/random/boot_id && exec \"$@\"";
+        words.insert(words.begin(), {"/usr/bin/unshare", "-m", "/bin/sh", "-c", script, "sh"});
+      }
+      processes.push_back(
+          std::make_unique<Process>(words, Process::Variables{{"FOREBAY_RANK", std::to_string(rank)},
+                                                              {"FOREBAY_SIZE", std::to_string(ranks_)},
+                                                              {"FOREBAY_STORE", store()},
+                                                              {"FOREBAY_INTERFACE", "127.0.0.1"}}));
+    }
+    std::vector<Finished> finished;
+    for (const auto& process : processes) finished.push_back(process->finish(std::chrono::seconds(120)));
+    return finished;
+  }
+  Json description() const { return Json::parse(std::ifstream(saved())); }
+  std::string saved() const { return directory_ / "machine.json"; }
+
+ private:
+  std::string store() const { return directory_ / "store"; }
+  std::string boot(int host) const { return directory_ / ("boot-" + std::to_string(host)); }
+  std::string run(int hidden) const { return directory_ / ("run-" + std::to_string(hidden) + ".json"); }
+
+  const TemporaryDirectory directory_;
+  const int ranks_, host_ranks_;
+};
+
+TEST(BenchTiersCommand, RanksOfALauncherMeasureTheirLink) {
+  const LaunchedBench launched(3);
+
+  const std::vector<Finished> finished = launched.start(launched.arguments());
+
+  for (const Finished& one : finished) ASSERT_EQ(one.exit_code, 0) << one.output;
+  EXPECT_NE(finished[0].output.find("3 ranks at the same time"), std::string::npos) << finished[0].output;
+  EXPECT_EQ(finished[1].output.find("copies"), std::string::npos) << finished[1].output;
+  const Json machine = launched.description();
+  EXPECT_EQ(machine.at("host_ranks"), 3);
+  ASSERT_EQ(machine.at("links").size(), 1u);
+  EXPECT_FALSE(machine.at("links")[0].contains("ranks"));
+  expect_rate(machine.at("links")[0].at("bytes_per_second"), "value");
+}
+
+TEST(BenchTiersCommand, RanksOnTwoHostsMeasureBothLinks) {
+  const Finished tried = run_program(
+      {"/usr/bin/unshare", "-m", "/bin/sh", "-c", "mount --bind /dev/null /proc/sys/kernel/random/boot_id"});
+  if (tried.exit_code != 0) GTEST_SKIP() << "this process cannot give another boot id: " << tried.output;
+  const LaunchedBench launched(4, 2);
+
+  const std::vector<Finished> finished = launched.start(launched.arguments());
+
+  for (const Finished& one : finished) ASSERT_EQ(one.exit_code, 0) << one.output;
+  const Json machine = launched.description();
+  EXPECT_EQ(machine.at("host_ranks"), 2);
+  ASSERT_EQ(machine.at("links").size(), 2u);
+  EXPECT_EQ(machine.at("links")[0].at("ranks"), 2);
+  EXPECT_EQ(machine.at("links")[1].at("name"), "network");
+  EXPECT_FALSE(machine.at("links")[1].contains("ranks"));
+  const Finished simulated = run_program({FOREBAY_COMMAND, "simulate", "--layers", "2", "--hidden", "64",
+                                          "--heads", "4", "--sequence", "64", "--vocabulary", "256",
+                                          "--dtype", "fp32", "--cluster", launched.saved(), "--ranks", "6"});
+  EXPECT_EQ(simulated.exit_code, 0) << simulated.output;
+}
+
+TEST(BenchTiersCommand, RanksOfALauncherEndIfTheFirstRefuses) {
+  const LaunchedBench launched(2);
+  std::vector<std::string> without_runs = launched.arguments();
+  for (int run = 0; run < 2; ++run) {
+    const auto at = std::find(without_runs.begin(), without_runs.end(), "--run");
+    without_runs.erase(at, at + 2);
+  }
+
+  std::vector<Finished> finished = launched.start(without_runs);
+
+  EXPECT_EQ(finished[0].exit_code, 2) << finished[0].output;
+  EXPECT_NE(finished[0].output.find("no --run was given"), std::string::npos) << finished[0].output;
+  EXPECT_EQ(finished[1].exit_code, 1) << finished[1].output;
+  EXPECT_NE(finished[1].output.find("rank 0 measures nothing"), std::string::npos) << finished[1].output;
+
+  std::vector<std::string> other_ranks = launched.arguments();
+  other_ranks.insert(other_ranks.end(), {"--ranks", "3"});
+  finished = launched.start(other_ranks);
+  for (const Finished& one : finished) {
+    EXPECT_EQ(one.exit_code, 2) << one.output;
+    EXPECT_NE(one.output.find("the launcher started 2 ranks"), std::string::npos) << one.output;
   }
 }
 
