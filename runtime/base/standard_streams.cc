@@ -3,6 +3,7 @@
 #include <fcntl.h>
 
 #include <cerrno>
+#include <cstdio>
 
 namespace forebay {
 
@@ -13,6 +14,11 @@ void keep_standard_streams() noexcept {
     // stream.
     if (::open("/dev/null", O_RDWR) < 0) return;
   }
+}
+
+Status flush_standard_output() {
+  if (std::fflush(stdout) == 0 && std::ferror(stdout) == 0) return {};
+  return {StatusCode::kIoError, "cannot write to standard output; is the disk full?"};
 }
 
 }  // namespace forebay

@@ -22,8 +22,8 @@ int complain(const std::string& program, const std::string& message, int exit_co
 }
 
 Status write_standard_output(const std::string& text) {
-  if (std::fwrite(text.data(), 1, text.size(), stdout) == text.size() && std::fflush(stdout) == 0) return {};
-  return {StatusCode::kIoError, "cannot write to standard output; is the disk full?"};
+  std::fwrite(text.data(), 1, text.size(), stdout);
+  return flush_standard_output();
 }
 
 namespace {
@@ -105,7 +105,10 @@ int run(std::vector<std::string> arguments) {
 extern "C" __attribute__((visibility("default"))) int forebay_command_main(int argc, char** argv) {
   forebay::keep_standard_streams();
   try {
-    return forebay::run(std::vector<std::string>(argv + std::min(argc, 1), argv + argc));
+    const int exit_code = forebay::run(std::vector<std::string>(argv + std::min(argc, 1), argv + argc));
+    const forebay::Status written = forebay::flush_standard_output();
+    if (exit_code != 0 || written.ok()) return exit_code;
+    return forebay::complain("forebay", written.message(), forebay::kFailed);
   } catch (const std::exception& error) {
     return forebay::complain("forebay", error.what(), forebay::kFailed);
   }

@@ -225,9 +225,10 @@ int main(int argc, char** argv) {
   std::signal(SIGXFSZ, SIG_IGN);
   const std::vector<std::string> arguments(argv + 1, argv + argc);
   const ParsedCommand command = parse_command(arguments);
-  if (!command.options) return command.exit_code;
   try {
-    return run(*command.options, arguments);
+    const int exit_code = command.options ? run(*command.options, arguments) : command.exit_code;
+    if (exit_code == 0) forebay::throw_if_error(forebay::flush_standard_output());
+    return exit_code;
   } catch (const forebay::Error& error) {
     std::fprintf(stderr, "forebay-gpt: %s\n", error.status().message().c_str());
     return kFailureExit;

@@ -126,6 +126,17 @@ TEST_F(Command, WritesIntoAPipeAndDoesNotReplaceIt) {
   EXPECT_TRUE(fs::is_fifo(pipe));
 }
 
+TEST_F(Command, FailsWhenStandardOutputCannotBeWritten) {
+  for (const char* words : {"--help", "--version",
+                            "--layers 1 --hidden 16 --heads 2 --sequence 12 --steps 1 "
+                            "--quiet --generate 5 --ranks 2"}) {
+    const Finished finished =
+        run_program({"/bin/sh", "-c", "exec " FOREBAY_GPT " " + std::string(words) + " >/dev/full"});
+    EXPECT_EQ(finished.exit_code, 1) << words << finished.output;
+    EXPECT_NE(finished.output.find("cannot write to standard output"), std::string::npos) << finished.output;
+  }
+}
+
 TEST_F(Command, APipeThatNobodyReadsIsAnError) {
   const std::string pipe = directory_ / "pipe";
   ASSERT_EQ(::mkfifo(pipe.c_str(), 0600), 0);

@@ -616,6 +616,13 @@ TEST(Command, NamesAWordThatIsNoSubcommand) {
   EXPECT_NE(outcome.output.find("'nonsense'"), std::string::npos) << outcome.output;
 }
 
+TEST(Command, FailsWhenHelpCannotBeWritten) {
+  for (const char* const words : {"--help", "--version", "help plan", "plan --version", "run --help"}) {
+    EXPECT_EQ(forebay(words).exit_code, 0) << words;
+    EXPECT_EQ(forebay(std::string(words) + " >/dev/full").exit_code, 1) << words;
+  }
+}
+
 TEST(ReportCommand, SaysPlainlyWhatItCannotRead) {
   const Outcome outcome = forebay("report " + data("malformed.json"));
 

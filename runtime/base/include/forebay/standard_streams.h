@@ -2,6 +2,7 @@
 #pragma once
 
 #include "forebay/language.h"
+#include "forebay/status.h"
 
 namespace forebay {
 
@@ -9,5 +10,9 @@ namespace forebay {
 // its number, and messages to standard error would be written into it. The library calls it before it opens
 // anything that it keeps; a program calls it first. Threads: from any thread; once is enough.
 void keep_standard_streams() noexcept;
+
+// Writes what standard output still holds. Errors: kIoError, also if an earlier write to it failed. A program
+// calls it last.
+Status flush_standard_output();
 
 }  // namespace forebay
