@@ -17,11 +17,11 @@ constexpr std::uint64_t kBatchMost = std::uint64_t{1} << 24;
 std::uint64_t largest_number(std::uint64_t most, const std::function<bool(std::uint64_t)>& holds) {
   std::uint64_t good = 0;
   std::uint64_t bad = 1;
-  while (bad <= most && holds(bad)) {
+  while (holds(bad)) {
+    if (bad == most) return most;
     good = bad;
-    bad *= 2;
+    bad = std::min(2 * bad, most);
   }
-  bad = std::min(bad, most + 1);
   while (bad - good > 1) {
     const std::uint64_t middle = good + (bad - good) / 2;
     (holds(middle) ? good : bad) = middle;

@@ -15,6 +15,7 @@
 #include "runtime/command/plan/model_arguments.h"
 #include "runtime/command/plan/plan_print.h"
 #include "runtime/command/plan/plan_report.h"
+#include "runtime/command/terminal_line.h"
 
 namespace forebay {
 namespace {
@@ -220,17 +221,23 @@ Status print_largest(const PlanArguments& arguments, PlanRequest request, PlanBu
   }
   const bool has_stage = arguments.sharding.given("stage");
   std::vector<LargestFigures> figures;
+  TerminalLine line;
   for (int stage = 0; stage <= 3; ++stage) {
     if (has_stage && stage != request.options.stage) continue;
     PlanRequest one = request;
     one.options.stage = stage;
-    figures.push_back(
-        find_largest(one, kept, budget,
-                     [&](const PlanRequest& candidate, const std::optional<ActivationRequest>& activations) {
-                       std::vector<ActivationReport> reports;
-                       return plan_worst(candidate, activations, budget, &reports);
-                     }));
+    figures.push_back(find_largest(
+        one, kept, budget,
+        [&](const PlanRequest& candidate, const std::optional<ActivationRequest>& activations) {
+          if (line.due()) {
+            line.show("stage " + std::to_string(stage) + ": trying " + grouped(candidate.shape->layers) +
+                      " layers, a batch of " + grouped(candidate.batch));
+          }
+          std::vector<ActivationReport> reports;
+          return plan_worst(candidate, activations, budget, &reports);
+        }));
   }
+  line.show("");
   *holds =
       std::any_of(figures.begin(), figures.end(), [](const LargestFigures& one) { return one.layers > 0; });
   return write_standard_output(arguments.json ? largest_json(figures, budget)

@@ -3,11 +3,14 @@
 #include <gtest/gtest.h>
 #include <sys/wait.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdio>
 #include <nlohmann/json.hpp>
 #include <regex>
 #include <string>
+
+#include "runtime/command/plan/largest.h"
 
 namespace {
 
@@ -634,6 +637,21 @@ TEST(ReportCommand, SaysPlainlyWhatItCannotRead) {
 TEST(ReportCommand, FailsWhenItsOutputCannotBeWritten) {
   EXPECT_EQ(forebay("report " + data("run_report.json")).exit_code, 0);
   EXPECT_EQ(forebay("report " + data("run_report.json") + " >/dev/full").exit_code, 1);
+}
+
+TEST(PlanCommand, FindsALargestNumberInFewTrials) {
+  constexpr std::uint64_t kMost = 100'000;
+  for (const std::uint64_t largest : {0u, 1u, 2u, 3u, 4u, 65'535u, 65'536u, 99'999u, 100'000u, 100'001u}) {
+    std::uint64_t trials = 0, tried_most = 0;
+    const std::uint64_t found = forebay::largest_number(kMost, [&](std::uint64_t number) {
+      ++trials;
+      tried_most = std::max(tried_most, number);
+      return number <= largest;
+    });
+    EXPECT_EQ(found, std::min(largest, kMost));
+    EXPECT_LE(tried_most, kMost);
+    EXPECT_LE(trials, largest >= kMost ? 18u : 35u) << largest;
+  }
 }
 
 // The next larger model, and the next larger batch, do not fit.
