@@ -9,6 +9,7 @@
 #include <cstring>
 #include <filesystem>
 
+#include "forebay/output_pipe.h"
 #include "forebay/text.h"
 
 namespace forebay {
@@ -17,9 +18,9 @@ namespace {
 // Reports hold command lines, which may hold secrets.
 constexpr mode_t kFileMode = 0600;
 
-Status cannot_write(const std::string& path, const std::string& reason) {
-  return {StatusCode::kIoError,
-          "cannot write " + shown_path(path) + ": " + reason + "; name a place that can be written to"};
+Status cannot_write(const std::string& path, const std::string& reason,
+                    const char* advice = "name a place that can be written to") {
+  return {StatusCode::kIoError, "cannot write " + shown_path(path) + ": " + reason + "; " + advice};
 }
 
 Status write_all(int file, const std::string& text) {
@@ -140,9 +141,12 @@ Status write_run_file(const std::string& path, const std::function<Status(int fi
   const bool is_stream = is_run_stream(path);
   const std::string place = is_stream ? path : place_of(path);
   const std::string target = is_stream ? path : place + ".partial";
-  const int file = ::open(
-      target.c_str(),
-      O_WRONLY | O_CLOEXEC | O_NOCTTY | (is_stream ? O_APPEND : O_CREAT | O_TRUNC | O_NOFOLLOW), kFileMode);
+  const int file = is_stream
+                       ? open_output_pipe(target.c_str(), O_NOCTTY | O_APPEND)
+                       : ::open(target.c_str(),
+                                O_WRONLY | O_CLOEXEC | O_NOCTTY | O_CREAT | O_TRUNC | O_NOFOLLOW, kFileMode);
+  if (file < 0 && is_stream && errno == ENXIO)
+    return cannot_write(path, "no process reads from it", "start the reader first");
   if (file < 0) return cannot_write(path, std::strerror(errno));
   // It may have been left there, readable by others, or by others.
   if (!is_stream && ::fchmod(file, kFileMode) != 0) {

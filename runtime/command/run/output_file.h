@@ -21,7 +21,7 @@ Status check_different_files(const std::string& option, const std::string& path,
 
 // Passes a new file to `write` and renames it to `path` when it is complete. If `path` is no regular file (a
 // pipe, a terminal, /dev/stdout), it is written in place and never truncated. Errors: kIoError; an earlier
-// file stays.
+// file stays. A pipe that nobody opens for reading within some seconds is an error.
 Status write_run_file(const std::string& path, const std::function<Status(int file)>& write);
 
 // The same with a text.

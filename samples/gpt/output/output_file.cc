@@ -6,16 +6,15 @@
 
 #include <atomic>
 #include <cerrno>
-#include <chrono>
 #include <cstdio>
 #include <cstring>
 #include <filesystem>
 #include <random>
 #include <system_error>
-#include <thread>
 #include <utility>
 
 #include "forebay/error.h"
+#include "forebay/output_pipe.h"
 #include "forebay/text.h"
 
 namespace forebay::gpt {
@@ -26,8 +25,6 @@ namespace fs = std::filesystem;
 std::atomic<bool> output_has_failed{false};
 
 constexpr int kLinksMax = 40;  // Linux's own limit. Fewer: we would refuse chains that open() follows.
-// How long a pipe may be without a reader when it is written. Shorter: a reader that starts late is missed.
-constexpr std::chrono::seconds kReaderWait{5};
 constexpr int kNamesMax =
     16;  // Random names to try. Fewer: a coincidence could fail the run. More: no benefit.
 
@@ -67,25 +64,12 @@ Found look_at(const std::string& path) {
   return {.exists = true, .regular = S_ISREG(status.st_mode), .permissions = status.st_mode & 07777};
 }
 
-// Opens a file that exists and is not regular. Returns -1, with errno ENXIO for a pipe that nobody reads.
-int open_special(const std::string& path) {
-  const auto limit = std::chrono::steady_clock::now() + kReaderWait;
-  int file = -1;
-  while ((file = ::open(path.c_str(), O_WRONLY | O_CLOEXEC | O_NONBLOCK)) < 0 && errno == ENXIO &&
-         std::chrono::steady_clock::now() < limit) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(10));
-  }
-  // Later writes wait for the reader.
-  if (file >= 0) ::fcntl(file, F_SETFL, ::fcntl(file, F_GETFL) & ~O_NONBLOCK);
-  return file;
-}
-
 }  // namespace
 
 OutputFile::OutputFile(const std::string& path) : path_(path) {
   const Found found = look_at(path_);
   if (found.exists && !found.regular) {
-    file_ = open_special(path_);
+    file_ = open_output_pipe(path_.c_str());
     if (file_ < 0 && errno == ENXIO)
       cannot_write(path_, "no process reads from it", "start the reader first");
     if (file_ < 0) fail("opening it", errno);

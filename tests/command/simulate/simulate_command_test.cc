@@ -1,7 +1,9 @@
 // `forebay simulate` as a person runs it: the program, its output and its exit code.
 
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 
+#include <chrono>
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
@@ -123,6 +125,18 @@ TEST(CompareCommand, RefusesFilesThatItWouldSpoil) {
   EXPECT_EQ(linked.exit_code, 2) << linked.output;
   EXPECT_NE(linked.output.find("link to a file that does not exist"), std::string::npos) << linked.output;
   EXPECT_TRUE(std::filesystem::is_symlink(link));
+}
+
+TEST(CompareCommand, APipeThatNobodyReadsIsAnError) {
+  const TemporaryDirectory directory;
+  const std::string pipe = directory / "pipe";
+  ASSERT_EQ(::mkfifo(pipe.c_str(), 0600), 0);
+  const Words words = {FOREBAY_COMMAND, "compare", "--csv",    pipe,  "--limit", "1", "--ranks", "2",
+                       "--layers",      "2",       "--hidden", "256", "--heads", "4"};
+  const Finished finished = Process(words).finish(std::chrono::seconds(30));
+  EXPECT_EQ(finished.exit_code, 1) << finished.output;
+  EXPECT_NE(finished.output.find("no process reads from it; start the reader first"), std::string::npos)
+      << finished.output;
 }
 
 TEST(CompareCommand, PrintsTheComparisonThoughAFileCannotBeWritten) {
