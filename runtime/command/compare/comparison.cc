@@ -72,6 +72,25 @@ std::vector<SimulationRequest> combinations(const ComparisonRequest& request) {
   return all;
 }
 
+// Errors: kInvalidArgument if a step would need too many micro-steps in all combinations.
+Status check_global_batch(const ComparisonRequest& request, const std::vector<SimulationRequest>& all) {
+  std::uint64_t most = 0;  // Sequences of a micro-step, over all ranks.
+  std::uint64_t batch = 0;
+  for (const SimulationRequest& one : all) {
+    const int parts = one.part.tensor_parallel * one.part.pipeline_parallel;
+    const std::uint64_t sequences = static_cast<std::uint64_t>(one.ranks / parts) * one.batch;
+    if (sequences > most) batch = one.batch;
+    most = std::max(most, sequences);
+  }
+  if (all.empty() || request.global_batch / most <= kMicroStepsMost) return {};
+  return {StatusCode::kInvalidArgument,
+          "--global-batch is " + std::to_string(request.global_batch) + "; a micro-step of " +
+              std::to_string(request.base.ranks) + " ranks takes at most " + std::to_string(most) +
+              " sequences (--micro-batch " + std::to_string(batch) + ") and a step has at most " +
+              std::to_string(kMicroStepsMost) + " micro-steps, so use at most " +
+              std::to_string(most * kMicroStepsMost) + ", more --ranks or a larger --micro-batch"};
+}
+
 // The bytes of the plan of the pipeline stage that needs most. Errors: a combination that the engine does not
 // have.
 Status plan_setting(Setting& setting) {
@@ -181,9 +200,11 @@ ComparisonChoices default_choices(const SimulationRequest& base, std::uint64_t g
 Result<Comparison> compare_settings(const ComparisonRequest& given) {
   ComparisonRequest request = given;
   FOREBAY_ASSIGN_OR_RETURN(request.base.shape, complete_shape(given.base.shape));
+  std::vector<SimulationRequest> all = combinations(request);
+  FOREBAY_RETURN_IF_ERROR(check_global_batch(request, all));
   Comparison comparison;
   Status first_problem;
-  for (SimulationRequest& one : combinations(request)) {
+  for (SimulationRequest& one : all) {
     Setting setting{.request = std::move(one)};
     const Status status = plan_setting(setting);
     if (status.ok()) comparison.settings.push_back(std::move(setting));

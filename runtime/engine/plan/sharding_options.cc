@@ -14,7 +14,6 @@ namespace forebay {
 namespace {
 
 // A step of more micro-steps would not end in a day; a plan walks through all of them.
-constexpr std::uint64_t kMicroStepsMax = 1'000'000;
 constexpr std::uint64_t kGroupMax = 1'000'000;
 constexpr const char* kAuto = "auto";
 constexpr std::string_view kGroupPrefix = "group:";
@@ -129,7 +128,7 @@ constexpr OptionRow kTable[] = {
      .values = "N",
      .allowed = "1 to 1000000",
      .least = 1,
-     .most = kMicroStepsMax,
+     .most = kMicroStepsMost,
      .agreed = true,
      .in_fingerprint = true,
      .report_key = "micro_steps"},

@@ -145,13 +145,15 @@ TEST(Comparison, ProductsThatOverflowAreNoSettings) {
   EXPECT_NE(refusal().find("no setting gives 16 sequences"), std::string::npos) << refusal();
 }
 
-TEST(Comparison, MoreMicroStepsThan32BitsHoldAreRefused) {
+TEST(Comparison, SaysHowManySequencesAStepMayHave) {
   ComparisonRequest request = request_of(2, 512, 8, "dgx-a100");
   request.choices.batches = {1};
   request.choices.tensor_parallel = {1};
   request.global_batch = 8 * ((std::uint64_t{1} << 32) + 1);
-  EXPECT_NE(compare_settings(request).status().message().find("micro-steps is 2147483647; use 1 to 1000000"),
-            std::string::npos);
+  EXPECT_EQ(compare_settings(request).status().message(),
+            "--global-batch is 34359738376; a micro-step of 8 ranks takes at most 8 sequences (--micro-batch "
+            "1) and a step has at most 1000000 micro-steps, so use at most 8000000, more --ranks or a larger "
+            "--micro-batch");
 }
 
 TEST(Comparison, SettingsThatFitAndCannotBeSimulatedAreNotSilent) {

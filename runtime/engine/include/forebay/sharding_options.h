@@ -24,6 +24,8 @@
 
 namespace forebay {
 
+constexpr std::uint64_t kMicroStepsMost = 1'000'000;
+
 // Where the gradients of micro-steps are added (ARCHITECTURE.md, "The numeric contract").
 enum class Accumulate : std::uint8_t {
   kShard,  // Every micro-step is reduced; the owner adds in fp32. All stages.
