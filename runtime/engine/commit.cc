@@ -269,6 +269,30 @@ void Engine::Impl::warn_of_small_buckets() {
       static_cast<unsigned long long>(bucket_bytes), static_cast<unsigned long long>(pieces));
 }
 
+// Adafactor and Muon treat a parameter without a shape as one that is no matrix.
+void Engine::Impl::warn_of_missing_shapes() {
+  constexpr std::uint64_t kManyElements = std::uint64_t{1} << 16;  // Fewer: biases and gains.
+  if (is_elementwise(options.optimizer) || everyone().rank() != 0) return;
+  const ParameterShape* first = nullptr;
+  int count = 0;
+  for (const UnitShape& unit : model.units) {
+    for (const ParameterShape& parameter : unit.parameters) {
+      if (parameter.frozen || parameter.elementwise || parameter.count < kManyElements) continue;
+      if (!parameter.shape.empty() || parameter.split) continue;
+      if (first == nullptr) first = &parameter;
+      ++count;
+    }
+  }
+  if (first == nullptr) return;
+  log(LogLevel::kWarning,
+      "%d large parameters have no declared shape, %s with %llu elements first, so the optimizer %s keeps a "
+      "v "
+      "for each of their elements%s; call declare_shape() before commit(), with one dimension to keep it so",
+      count, first->name.c_str(), static_cast<unsigned long long>(first->count),
+      optimizer_name(options.optimizer),
+      options.optimizer == Optimizer::kMuon ? " and updates them as AdamW does" : "");
+}
+
 void Engine::Impl::commit() {
   if (phase != Phase::kDescribe) misuse("commit() was called twice; call it once for each engine");
   const OtherTraffic other(*this);
@@ -291,6 +315,7 @@ void Engine::Impl::commit() {
   if (verdict.ok()) verdict = check_units_on_host();
   agree(verdict);
   warn_of_small_buckets();
+  warn_of_missing_shapes();
   Status allocated;
   try {
     allocate();

@@ -90,6 +90,7 @@ struct Engine::Impl : StepContext {
   struct Probe;
   std::uint64_t choose_bucket_bytes();
   void warn_of_small_buckets();
+  void warn_of_missing_shapes();
   std::uint64_t least_over_grid(std::uint64_t mine);
   int choose_device_units(const Plan& all_offloaded);
   double measure(const std::function<void()>& work) const;

@@ -361,6 +361,10 @@ Status fill_forebay(const PlanRequest& request, const ModelShape* model, PlanRep
       "from the number of parameters alone: gathered units and activations need the shape (--layers --hidden "
       "--heads --sequence --vocabulary, or --config); buckets and padding are those of a model that is one "
       "unit");
+  if (!is_elementwise(request.options.optimizer)) {
+    report.notes.push_back(std::string("optimizer ") + optimizer_name(request.options.optimizer) +
+                           " without the shape of its matrices is taken to keep a v for each element");
+  }
   if (request.options.stage == 3) {
     report.notes.push_back(
         "the wire at stage 3 is lower by the units kept where a pass turns, which need the shape");

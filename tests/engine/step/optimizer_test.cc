@@ -286,6 +286,26 @@ TEST(Optimizers, ARunWithoutAnAverageSaysThatItDropsTheSavedOne) {
   std::filesystem::remove_all(directory);
 }
 
+TEST(Optimizers, LargeParametersWithoutAShapeAreNamedOnce) {
+  for (const Optimizer optimizer : {Optimizer::kAdafactor, Optimizer::kMuon, Optimizer::kAdamW}) {
+    for (const bool declared : {false, true}) {
+      ToyOptions options = options_of({optimizer}, 2, DataType::kFloat32, 2, kSettings[0]);
+      options.units = {{{{300'000}, {70'000}, {512}}, {}, true}};
+      if (declared) {
+        options.units[0].parameters[0].shape = {1250, 240};
+        options.units[0].parameters[1].shape = {70'000};
+      }
+      ::testing::internal::CaptureStderr();
+      run_ranks(2, {}, [&](Rank& rank) { const ToyTrainer trainer(options, rank); });
+      const std::string said = ::testing::internal::GetCapturedStderr();
+      const bool warns = !declared && !is_elementwise(optimizer);
+      EXPECT_EQ(std::count(said.begin(), said.end(), '\n'), warns ? 1 : 0) << said;
+      EXPECT_EQ(said.find("2 large parameters have no declared shape, ") != std::string::npos, warns) << said;
+      EXPECT_EQ(said.find("with 300000 elements first") != std::string::npos, warns) << said;
+    }
+  }
+}
+
 // In files, codes of several pieces have their exponents between them, and pieces cut rows of matrices.
 TEST(Optimizers, SeveralPiecesOfFilesGiveTheSameBits) {
   const std::string directory = make_temporary_directory("optimizer");
