@@ -300,6 +300,22 @@ TEST_F(TokenizerFile, AddedTokensAreTakenAsAWhole) {
             (std::vector<Token>{257, 259, 257}));
 }
 
+// A million entries that name the last of 65,000 whole tokens.
+TEST_F(TokenizerFile, ManyAddedTokensTakeLinearTime) {
+  std::string added;
+  for (int number = 300; number < 65'300; ++number) {
+    const std::string id = std::to_string(number);
+    added += R"({"id":)" + id + R"(,"content":"<)" + id + R"(>"},)";
+  }
+  for (int i = 0; i < 1'000'000; ++i) added += R"({"id":65299,"content":"<65299>"},)";
+  added.pop_back();
+  const std::string root = whole().dump();
+  const std::string empty = R"("added_tokens":[)";
+  const std::size_t at = root.find(empty) + empty.size();
+  write("tokenizer.json", root.substr(0, at) + added + root.substr(at));
+  EXPECT_EQ(read_tokenizer(path("tokenizer.json")).vocabulary(), 65'300u);
+}
+
 TEST_F(TokenizerFile, OthersAreRefusedInWords) {
   refused("none.json", StatusCode::kIoError, "cannot read");
   write("other.json", "{\"a\": 1}");
@@ -312,6 +328,8 @@ TEST_F(TokenizerFile, OthersAreRefusedInWords) {
   refused("vocab.json", StatusCode::kCorruption, "needs the token");
   write("merges.txt", "t h\nlonely\n");
   refused("vocab.json", StatusCode::kCorruption, "not a pair");
+  fs::resize_file(path("merges.txt"), 1u << 30);
+  refused("vocab.json", StatusCode::kCorruption, "no regular file of at most 67108864 bytes");
 
   const auto changed = [&](auto change) {
     nlohmann::json root = whole();

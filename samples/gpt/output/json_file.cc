@@ -12,8 +12,6 @@
 namespace forebay::gpt {
 namespace {
 
-// Larger than any vocabulary of 65536 tokens with its merges. More: a damaged file takes more memory.
-constexpr std::uint64_t kBytesMax = 64u << 20;
 constexpr int kDepthMax = 8;
 
 }  // namespace
@@ -34,7 +32,7 @@ nlohmann::json read_json(const std::string& path) {
   std::ifstream stream(path, std::ios::binary);
   if (!stream) cannot_read(std::strerror(errno));
   const std::uintmax_t bytes = std::filesystem::file_size(path, error);
-  if (!error && bytes > kBytesMax) refuse("it has more than " + std::to_string(kBytesMax) + " bytes");
+  if (!error && bytes > kJsonBytesMax) refuse("it has more than " + std::to_string(kJsonBytesMax) + " bytes");
   const std::string text{std::istreambuf_iterator<char>(stream), {}};
   if (is_nested_deeper(text, kDepthMax))
     refuse("it is nested deeper than " + std::to_string(kDepthMax) + " levels");

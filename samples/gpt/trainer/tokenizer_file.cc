@@ -63,7 +63,7 @@ class Reader {
       const Token token = token_of(number, text);
       const std::optional<std::string> bytes = bytes_of(text);
       put(token, bytes ? *bytes : text, text);
-      if (text == kEnd) tables_.whole.push_back(token);
+      if (text == kEnd) put_whole(token);
     }
   }
   void add_merge(const std::string& left, const std::string& right) {
@@ -81,8 +81,7 @@ class Reader {
     const Token token = token_of(number, text);
     const auto known = tokens_.find(text);
     if (known == tokens_.end()) put(token, text, text);
-    const bool is_new = std::find(tables_.whole.begin(), tables_.whole.end(), token) == tables_.whole.end();
-    if (is_new && !text.empty()) tables_.whole.push_back(token);
+    if (!text.empty()) put_whole(token);
   }
   BytePairs finish() {
     try {
@@ -121,9 +120,14 @@ class Reader {
     tables_.tokens[token] = bytes;
     tokens_.emplace(text, token);
   }
+  void put_whole(Token token) {
+    if (!std::exchange(is_whole_[token], true)) tables_.whole.push_back(token);
+  }
 
   std::string path_;
   BytePairs::Tables tables_;
+  std::vector<char> is_whole_ =
+      std::vector<char>(kVocabularyMax);           // By token: whether it is in tables_.whole.
   std::unordered_map<std::string, Token> tokens_;  // By the text in the file.
 };
 
@@ -182,6 +186,12 @@ BytePairs read_pair(const std::string& path, const Json& vocabulary) {
   }
   reader.add_vocabulary(vocabulary);
   const std::string merges = path.substr(0, path.size() - kName.size()) + "merges.txt";
+  std::error_code error;
+  const std::filesystem::file_status status = std::filesystem::status(merges, error);
+  if (std::filesystem::exists(status) && (!std::filesystem::is_regular_file(status) ||
+                                          std::filesystem::file_size(merges, error) > kJsonBytesMax))
+    reader.damaged("its merges.txt is no regular file of at most " + std::to_string(kJsonBytesMax) +
+                   " bytes");
   std::ifstream stream(merges, std::ios::binary);
   if (!stream) {
     throw Error(StatusCode::kIoError, "cannot read " + shown_path(merges) + ": " + std::strerror(errno) +
