@@ -166,6 +166,9 @@ class DistributedCheckpoint : public TensorSource {
       if (!begin || !bytes) refuse("the place of " + shown_value(key) + " is not a number");
       const auto [number, is_new] = numbers.try_emplace(name, files_.size());
       if (is_new) files_.add(directory_ + "/" + name);
+      listed_bytes_.resize(files_.size());
+      std::uint64_t& listed = listed_bytes_[number->second];
+      if (__builtin_add_overflow(listed, *bytes, &listed)) listed = ~std::uint64_t{0};
       items_[key].push_back({offsets, {number->second, *begin, *bytes}});
     }
     for (auto& [key, items] : items_) {
@@ -206,7 +209,7 @@ class DistributedCheckpoint : public TensorSource {
 
   // Which keys are weights, and which are moments of which parameter.
   void sort_keys(bool weights_alone) {
-    std::set<std::string> optimizers;  // "optim."
+    std::set<std::string, std::less<>> optimizers;  // "optim."
     std::vector<std::string> step_keys;
     for (const auto& [key, listed] : listed_) {
       const std::optional<StateKey> found = state_key(key);
@@ -242,9 +245,11 @@ class DistributedCheckpoint : public TensorSource {
       has_momentum_ |= found->ending == ".momentum_buffer";
     }
     for (const auto& [key, listed] : listed_) {
-      const auto is_in = [&, &key = key](const char* part) {
-        return std::any_of(optimizers.begin(), optimizers.end(),
-                           [&](const std::string& prefix) { return key.starts_with(prefix + part); });
+      const auto is_in = [&, key = std::string_view(key)](std::string_view part) {
+        for (std::size_t at = key.find(part); at != key.npos; at = key.find(part, at + 1)) {
+          if (optimizers.contains(key.substr(0, at))) return true;
+        }
+        return false;
       };
       const bool is_state = is_in("state.");
       if (is_state && !weights_alone && !state_key(key)) {
@@ -302,23 +307,29 @@ class DistributedCheckpoint : public TensorSource {
       }
     }
     prefixes_.assign(found.begin(), found.end());
-    for (std::size_t i = 0; i < tensors_.size(); ++i) attach_moments(i);
+    attach_moments();
   }
 
-  void attach_moments(std::size_t tensor) {
-    Tensor& to = tensors_[tensor];
-    for (const std::string& prefix : prefixes_) {
-      if (moments_.empty() || !to.name.starts_with(prefix)) continue;
-      const auto found = moments_.find(to.name.substr(prefix.size()));
-      if (found == moments_.end()) continue;
-      to.frozen = false;
-      const std::string* const keys[] = {&found->second.m, &found->second.v};
-      for (std::size_t field = 0; field < 2; ++field) {
-        if (keys[field]->empty()) continue;
-        if (listed_.at(*keys[field]).shape != listed_.at(to.name).shape)
-          refuse(shown_value(*keys[field]) + " has another shape than its parameter");
-        stored_[tensor][field + 1] = place(*keys[field]);
-        (field == 0 ? to.has_m : to.has_v) = true;
+  // Moments that several prefixes join to weights are read once.
+  void attach_moments() {
+    std::map<std::string_view, std::size_t> tensors;
+    for (std::size_t i = 0; i < tensors_.size(); ++i) tensors.emplace(tensors_[i].name, i);
+    for (const auto& [name, moments] : moments_) {
+      const std::string* const keys[] = {&moments.m, &moments.v};
+      std::optional<StoredTensor> places[2];
+      for (const std::string& prefix : prefixes_) {
+        const auto found = tensors.find(prefix + name);
+        if (found == tensors.end()) continue;
+        Tensor& to = tensors_[found->second];
+        to.frozen = false;
+        for (std::size_t field = 0; field < 2; ++field) {
+          if (keys[field]->empty()) continue;
+          if (listed_.at(*keys[field]).shape != listed_.at(to.name).shape)
+            refuse(shown_value(*keys[field]) + " has another shape than its parameter");
+          if (!places[field]) places[field] = place(*keys[field]);
+          stored_[found->second][field + 1] = *places[field];
+          (field == 0 ? to.has_m : to.has_v) = true;
+        }
       }
     }
   }
@@ -336,12 +347,22 @@ class DistributedCheckpoint : public TensorSource {
     return found->second;
   }
 
+  // So all items together are read once, however many name the same bytes.
+  const InputFile& open(const Item& item) {
+    const InputFile& file = files_.open(item.file);
+    if (listed_bytes_[item.file] > file.bytes()) {
+      refuse_import(file.path(), "it has " + std::to_string(file.bytes()) + " bytes, and the parts that " +
+                                     shown_path(metadata_path_) + " places in it have more together");
+    }
+    return file;
+  }
+
   StoredTensor place(const std::string& key) {
     const Listed& listed = listed_.at(key);
     StoredTensor stored{listed.shape, {}};
     for (const Chunk& chunk : listed.chunks) {
       const Item& item = item_of(key, chunk.offsets);
-      const InputFile& file = files_.open(item.file);
+      const InputFile& file = open(item);
       const TorchFile torch(file, item.begin, item.bytes);
       const std::optional<TorchTensor> found = torch.tensor(torch.root());
       if (!found || found->shape != chunk.sizes || !found->float_type())
@@ -359,7 +380,7 @@ class DistributedCheckpoint : public TensorSource {
     const std::vector<std::uint64_t> offsets =
         listed.chunks.empty() ? std::vector<std::uint64_t>() : listed.chunks.front().offsets;
     const Item& item = item_of(key, offsets);
-    const InputFile& file = files_.open(item.file);
+    const InputFile& file = open(item);
     const TorchFile torch(file, item.begin, item.bytes);
     const std::optional<double> step = torch.scalar(torch.root());
     if (!step || !(*step >= 0 && *step <= kMostDistributedSteps) || *step != std::floor(*step))
@@ -384,6 +405,7 @@ class DistributedCheckpoint : public TensorSource {
   const std::string metadata_path_;
   const std::string directory_;
   InputFiles files_;
+  std::vector<std::uint64_t> listed_bytes_;  // By file: of all its items.
   std::map<std::string, std::vector<std::pair<std::vector<std::uint64_t>, Item>>> items_;  // By offsets.
   std::map<std::string, Listed> listed_;
   std::vector<std::string> weights_;        // Keys.

@@ -291,6 +291,7 @@ class CheckpointImport : public ::testing::Test {
     std::vector<Listed> tensors;
     std::string file = "__0_0.distcp";  // The parts are in it and in others in turn.
     bool transformed = false;
+    bool overlapping = false;                  // All parts of a file are listed as the whole file so far.
     std::map<std::string, std::string> paths;  // In the nested dictionary: its first key.
   };
 
@@ -345,8 +346,9 @@ class CheckpointImport : public ::testing::Test {
         metadata.size(part.offsets).entry("index", 0).end_dict().raw("b");
         metadata.raw("ctorch.distributed.checkpoint.filesystem\n_StorageInfo\n)\x81").begin_dict();
         metadata.entry("relative_path", number % 2 == 0 ? wanted.file : "__1_0.distcp");
-        metadata.entry("offset", static_cast<std::int64_t>(file.size()));
-        metadata.entry("length", static_cast<std::int64_t>(content.size()));
+        const std::size_t begin = wanted.overlapping ? 0 : file.size();
+        metadata.entry("offset", static_cast<std::int64_t>(begin));
+        metadata.entry("length", static_cast<std::int64_t>(file.size() + content.size() - begin));
         if (wanted.transformed)
           metadata.text("transform_descriptors").begin_list().text("stream.zstd").end_list();
         metadata.end_dict().raw("b");
@@ -806,6 +808,7 @@ TEST_F(CheckpointImport, WhatDistributedCheckpointsCannotGiveIsNamed) {
   for (const char* name : {"../__0_0.distcp", "/etc/passwd", "..", ""})
     refused({.tensors = model_with_moments(), .file = name}, "outside of its directory");
   refused({.tensors = model_with_moments(), .file = "__9_0.distcp"}, "__9_0.distcp");
+  refused({.tensors = model_with_moments(), .overlapping = true}, "places in it have more together");
   refused(with([&](auto& all) {
             all.push_back({"optim.state.0.exp_avg", {1}, {{{0}, {1}}}, one});
           }),
