@@ -77,8 +77,7 @@ void check_parameter_of(const ParameterShape& parameter, const SavedState& saved
                             std::to_string(here) + " here");
   }
   const std::vector<std::uint64_t>& shape = parameter.split ? parameter.split->shape : parameter.shape;
-  if ((parameter.split || tensor->is_split) && !of_part && !shape.empty() && !tensor->shape.empty() &&
-      shape != tensor->shape) {
+  if (!of_part && !shape.empty() && !tensor->shape.empty() && shape != tensor->shape) {
     refuse_model(saved, parameter.name + " has the shape " + shape_text(tensor->shape) + " there and " +
                             shape_text(shape) + " here");
   }
