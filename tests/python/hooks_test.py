@@ -281,6 +281,15 @@ class Refusals(unittest.TestCase):
             optimizer.step()
         model._forebay.guard.leave()
 
+    def test_parameters_that_were_replaced(self):
+        for change in (lambda norm: setattr(norm, "weight", nn.Parameter(torch.ones(32))), lambda norm: norm.__delattr__("weight")):
+            model = models.make()
+            adamw(sharded(model))
+            change(model.norm)
+            with self.assertRaisesRegex(forebay.InvalidArgument, r"parameter norm\.weight was replaced or removed after shard"):
+                model(*models.batch(0, 0))
+            model._forebay.guard.leave()
+
     def test_models_that_are_divided_already(self):
         with self.assertRaisesRegex(forebay.InvalidArgument, "DataParallel; shard.. takes its place"):
             sharded(nn.DataParallel(models.make()))
@@ -288,6 +297,10 @@ class Refusals(unittest.TestCase):
             model = models.make()
             sharded(model.blocks[0])
             sharded(model)
+        with self.assertRaisesRegex(forebay.InvalidArgument, "parameter 0.norm1.weight belongs to another model, which is sharded"):
+            model = models.make()
+            sharded(model)
+            sharded(nn.Sequential(model.blocks[0]))
         with self.assertRaisesRegex(forebay.InvalidArgument, "shard.. of a list"):
             sharded([models.make()])
         store = torch.distributed.HashStore()

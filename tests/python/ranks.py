@@ -80,6 +80,19 @@ def fewer(options):
         return {"rank": RANK, "error": f"{type(error).__name__}: {error}"}
 
 
+def switched(options):
+    """Rank 1 freezes a parameter. The text of the error."""
+    made = forebay.shard(models.make(), **options)
+    optimizer = forebay.AdamW(made, lr=1e-2)
+    models.train(made, optimizer, rank=RANK)
+    made.norm.weight.requires_grad_(RANK == 0)
+    try:
+        models.train(made, optimizer, steps=1, rank=RANK)
+        return {"rank": RANK, "error": ""}
+    except forebay.Error as error:
+        return {"rank": RANK, "error": str(error)}
+
+
 if __name__ == "__main__":
     case = json.loads(sys.argv[1])
     support.show(globals()[case.pop("kind", "run")](**case))

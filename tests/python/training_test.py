@@ -430,6 +430,45 @@ class OneRank(unittest.TestCase):
         with self.assertRaisesRegex(forebay.InvalidArgument, "has max_norm"):
             forebay.shard(torch.nn.Embedding(4, 2, max_norm=1.0))
 
+    def test_parameters_that_no_optimizer_updates_are_left_out(self):
+        for extra in (torch.nn.Parameter(torch.empty(0)), torch.nn.Parameter(torch.arange(3), requires_grad=False)):
+            for in_group in (False, True):
+                module = torch.nn.Linear(4, 4)
+                module.extra = extra
+                model = forebay.shard(module, stage=2)
+                optimizer = forebay.AdamW([{"params": model.parameters()}] if in_group else model.parameters(), lr=0.1)
+                before = forebay.digest(model)
+                model(torch.ones(2, 4)).sum().backward()
+                optimizer.step()
+                self.assertNotEqual(forebay.digest(model), before)
+
+    def test_a_parameter_of_another_shape_is_refused_before_any_is_restored(self):
+        def make(*shape):
+            torch.manual_seed(len(shape))
+            module = torch.nn.Module()
+            module.first, module.last = torch.nn.Parameter(torch.randn(8)), torch.nn.Parameter(torch.randn(*shape))
+            model = forebay.shard(module, stage=1)
+            forebay.AdamW(model)
+            return model
+
+        for saved, own in (((2, 6), (6, 2)), ((2, 6), (12,)), ((12,), (3, 4))):
+            with tempfile.TemporaryDirectory() as directory, self.subTest((saved, own)):
+                forebay.save(make(*saved), directory)
+                model = make(*own)
+                before = forebay.digest(model)
+                with self.assertRaisesRegex(forebay.InvalidArgument, r"last has the shape .* there and .* here"):
+                    forebay.restore(model, directory)
+                self.assertEqual(forebay.digest(model), before)
+
+    def test_more_backward_passes_than_a_step_has(self):
+        model = forebay.shard(torch.nn.Linear(2, 2), stage=1, micro_steps=2)
+        optimizer = forebay.AdamW(model)
+        for _ in range(2):
+            model(torch.ones(1, 2)).sum().backward()
+        with self.assertRaisesRegex(forebay.InvalidArgument, r"backward pass 3 since .* at most 2; call optimizer.step"):
+            model(torch.ones(1, 2))
+        optimizer.step()
+
     def test_save_and_restore_with_the_state_of_the_trainer(self):
         with tempfile.TemporaryDirectory() as directory:
             results = []
@@ -613,6 +652,19 @@ class OneRank(unittest.TestCase):
             gc.collect()
             self.assertEqual([one() for one in dropped], [None, None])
 
+    def test_a_view_outlives_its_model(self):
+        program = ("import gc, models, forebay\n"
+                   "model = forebay.shard(models.make(), stage=0)\n"
+                   "optimizer = forebay.AdamW(model)\n"
+                   "with forebay.gathered(model):\n"
+                   "    view, values = model.tokens.weight.detach(), model.tokens.weight.detach().clone()\n"
+                   "del model, optimizer\n"
+                   "gc.collect()\n"
+                   "assert view.equal(values)")
+        done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], cwd=os.path.dirname(os.path.abspath(__file__)),
+                              capture_output=True, text=True, check=False)
+        self.assertEqual(done.returncode, 0, done.stderr)
+
     def test_nothing_grows(self):
         model = forebay.shard(models.make(layers=1, width=16), stage=3)
         optimizer = forebay.AdamW(model)
@@ -789,6 +841,11 @@ class SeveralRanks(unittest.TestCase):
         results = torchrun(2, kind="alone", options={"stage": 2})
         self.assertEqual(results[0]["digest"], results[1]["digest"])
         self.assertNotEqual(results[0]["total"], 0)
+
+    def test_requires_grad_that_differs_between_ranks_is_named(self):
+        first, second = torchrun(2, kind="switched", options={"stage": 2})
+        self.assertRegex(first["error"], "so must requires_grad, which this rank switched for no parameter")
+        self.assertRegex(second["error"], r"so must requires_grad, which this rank switched for norm\.weight")
 
     def test_a_rank_with_fewer_forward_passes_is_named(self):
         for one in torchrun(2, kind="fewer", options={"stage": 3}):

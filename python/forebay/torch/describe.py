@@ -23,12 +23,17 @@ FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecode
 WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "DeepSpeedEngine")
 
 
+def is_held(p: nn.Parameter) -> bool:
+    """Whether forebay holds the parameter: no optimizer updates any other."""
+    return p.is_floating_point() and p.numel() > 0
+
+
 class UnitPlan:
     """A unit before it has an engine: its module, its own parameters, and those that an earlier unit owns."""
 
     def __init__(self, name: str, module: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
         self.name, self.module = name, module
-        self.parameters = list(dict.fromkeys(p for p in parameters if p.is_floating_point() and p.numel()))
+        self.parameters = list(dict.fromkeys(p for p in parameters if is_held(p)))
         self.own: List[nn.Parameter] = []
         self.tied: List[nn.Parameter] = []
         # The backward pass of an embedding reads no weights.
@@ -51,6 +56,9 @@ def refuse_wrappers(model: Any) -> None:
             raise InvalidArgument(f"{name or 'the model'} is a {type(module).__name__}; shard() takes its place, so give "
                                   "the module within it")
     for name, p in model.named_parameters():
+        if hasattr(p, "_forebay"):
+            raise InvalidArgument(f"parameter {name} belongs to another model, which is sharded already; call shard() once, on a "
+                                  "module that holds both models, or give each model parameters of its own")
         if p.is_complex() and p.requires_grad:
             raise InvalidArgument(f"parameter {name} is {p.dtype}, which forebay does not train; make it two parameters and join "
                                   "them by torch.complex(), or freeze it")
@@ -202,7 +210,7 @@ def describe(engine: core.Engine, units: Sequence[UnitPlan], names: Optional[Dic
             if p in elementwise or (not groups and unit.is_table):
                 flags |= core.ELEMENTWISE
             at = engine.add_parameter(index, name, p.numel(), (groups or {}).get(p, 0), flags)
-            if p.dim() > 1:
+            if p.dim():
                 engine.declare_shape(index, at, p.shape)
             places[p] = [(index, at)]
         for p in unit.tied:

@@ -12,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from forebay import core
 from forebay._library import InvalidArgument, Unsupported
+from forebay.torch import describe
 from forebay.torch.sharded import Sharded
 
 # The engine's rules (its option `optimizer`), and the values that each takes from a parameter group.
@@ -93,9 +94,9 @@ class Optimizer(torch.optim.Optimizer):
                                       "optimizer updates the whole model, so give it there, or freeze it before "
                                       "shard()")
         for p in grouped:
-            if getattr(p, "_forebay", None) is not self.sharded:
-                raise InvalidArgument("a parameter of the optimizer does not belong to the sharded model; give it an "
-                                      "optimizer of its own")
+            if describe.is_held(p) and getattr(p, "_forebay", None) is not self.sharded:
+                raise InvalidArgument(f"a parameter of shape {list(p.shape)} in the optimizer does not belong to the sharded model; "
+                                      "give it an optimizer of its own")
 
     def _set_rate(self) -> None:
         """Muon: refuses groups of matrices that have others, and gives the engine the factor of their rates."""
@@ -174,15 +175,23 @@ def _groups_of(groups: Iterable[Dict[str, Any]]) -> Dict[nn.Parameter, int]:
     return {p: i for i, group in enumerate(groups) for p in group["params"]}
 
 
+def _listed(groups: Iterable[Any]) -> List[Any]:
+    """Parameters, or groups with lists of them: a generator could be read once only."""
+    def listed(group: Dict[str, Any]) -> Dict[str, Any]:
+        params = group["params"]
+        return {**group, "params": [params] if isinstance(params, torch.Tensor) else list(params)}
+    return [listed(one) if isinstance(one, dict) else one for one in groups]
+
+
 def _make(rule: str, model: Any, params: Any, given: Dict[str, Any], switches: Dict[str, Any]) -> Optimizer:
     for name in switches:
         if name not in _OFF and name not in _WITHOUT_EFFECT:
             raise TypeError(f"{_NAMES[rule]}() got an unexpected keyword argument {name!r}")
     if isinstance(model, nn.Module):
         sharded = sharded_of(model)
-        groups = list(params) if params is not None else [p for p in sharded.parameters if p.requires_grad]
+        groups = _listed(params) if params is not None else [p for p in sharded.parameters if p.requires_grad]
     else:  # The order of torch.optim.
-        groups, given["lr"] = list(model), params if given["lr"] is None else given["lr"]
+        groups, given["lr"] = _listed(model), params if given["lr"] is None else given["lr"]
         sharded = _owner_of(groups)
         groups = [one for one in groups if isinstance(one, dict) or one.requires_grad]
     if rule == "muon":
@@ -310,7 +319,7 @@ def _rule_of(optimizer: torch.optim.Optimizer) -> str:
 def _owner_of(groups: Iterable[Any]) -> Sharded:
     """The sharded model of these parameters or parameter groups."""
     owners = {getattr(p, "_forebay", None)
-              for group in groups for p in (group["params"] if isinstance(group, dict) else [group])}
+              for group in groups for p in (group["params"] if isinstance(group, dict) else [group]) if describe.is_held(p)}
     if len(owners) != 1 or None in owners:
         raise InvalidArgument("the optimizer's parameters are not those of one sharded model; call forebay.shard() "
                               "first")

@@ -237,6 +237,7 @@ class Sharded:
         self.has_gradients = False
         self.norm: Optional[float] = None
         self.said: Set[str] = set()  # Warnings.
+        self.switched: List[str] = []  # The parameters of which requires_grad was followed before this step.
         self.stand_ins: Dict[nn.Parameter, stand_in.Gradient] = {}
         self.needs_values = any(t.is_meta for t in itertools.chain(model.parameters(), model.buffers()))
         self.without_values: Set[nn.Parameter] = set()  # From the meta device.
@@ -246,6 +247,8 @@ class Sharded:
         self.guard: Optional[guard.Guard] = None
         for p in self.parameters:
             p._forebay = self
+        self.owners = [(m._parameters, name, p) for m in model.modules() for name, p in m._parameters.items()
+                       if p is not None and describe.is_held(p)]
         for unit in self.units:
             module = unit.plan.module
             module.register_forward_pre_hook(unit.before_forward, with_kwargs=True, prepend=True)
@@ -256,6 +259,14 @@ class Sharded:
         model.register_forward_hook(self.after_model, always_call=True)
         if meaning is not None:
             deepspeed.say(meaning.without_effect)
+
+    def refuse_replaced(self) -> None:
+        """Errors: InvalidArgument for a parameter that its module no longer has."""
+        for parameters, name, p in self.owners:
+            if parameters.get(name) is not p:
+                raise InvalidArgument(f"parameter {self.names[p]} was replaced or removed after shard(), and the engine would go on "
+                                      "with the old one; do that before shard(), and write values within "
+                                      "forebay.gathered(model, write=True)")
 
     # --- the engine ---
 
@@ -332,14 +343,16 @@ class Sharded:
                         "model is made, or load the same file")
 
     def view(self, address: int, shape: torch.Size) -> torch.Tensor:
-        """A tensor over memory of the engine. Shape: `shape`, of the engine's dtype."""
+        """A tensor over memory of the engine, which lives as long as it. Shape: `shape`, of the engine's dtype."""
         count = shape.numel()
         if self.device.type == "cpu":
             memory = (ctypes.c_char * (count * self.dtype.itemsize)).from_address(address)
+            memory.engine = self.engine
             return torch.frombuffer(memory, dtype=self.dtype, count=count).view(shape)
         words = {4: "<i4", 2: "<i2"}[self.dtype.itemsize]  # There is no word for bfloat16.
         array = type("Array", (), {"__cuda_array_interface__": {
             "shape": (count,), "typestr": words, "data": (address, False), "version": 3}})()
+        array.engine = self.engine
         return torch.as_tensor(array, device=self.device).view(self.dtype).view(shape)
 
     def stream(self) -> Optional[int]:
@@ -379,6 +392,7 @@ class Sharded:
         self.depth += 1
         if self.depth == 1:
             self.pass_has_gradients = torch.is_grad_enabled()
+            self.refuse_replaced()
         if not self.residents and self.guard is not None and not self.guard.is_needed():
             return None
         self.commit()
@@ -460,6 +474,9 @@ class Sharded:
         if self.in_step and (self.gradients_were_cleared() or not self.stand_ins
                              or not self.has_gradients and self.freezing()):
             self.abandon()
+        if self.in_step and self.micro_step + 1 >= self.options["micro_steps"]:
+            raise InvalidArgument(f"this is backward pass {self.micro_step + 2} since optimizer.step(), and a step has at most "
+                                  f"{self.options['micro_steps']}; call optimizer.step() before, or give shard(micro_steps=...)")
         if not self.in_step:
             self.freeze()
             self.guard.begin_step()
@@ -479,6 +496,7 @@ class Sharded:
     def freeze(self) -> None:
         """Follows requires_grad, between steps. Collective."""
         changed = self.freezing()
+        self.switched = [self.names[p] for p in changed]
         for p in changed:
             if p not in self.updated:
                 raise Unsupported(f"{self.names[p]} was frozen when the optimizer was made, so it has no optimizer states; "
@@ -645,7 +663,13 @@ class Sharded:
                 values["beta1"] = group["momentum"]
             for name, value in values.items():
                 self.engine.hyperparameter(name, float(value), i)
-        result = self.engine.step()
+        try:
+            result = self.engine.step()
+        except InvalidArgument as error:
+            if "gave other values" not in str(error):
+                raise
+            raise InvalidArgument(f"{error}; so must requires_grad, which this rank switched for "
+                                  f"{', '.join(self.switched[:4]) or 'no parameter'} before this step") from error
         self.in_step = self.has_gradients = False
         self.stepped = True
         self.norm = result.grad_norm / factor if factor else None  # The norm before clip_grad_norm_().
