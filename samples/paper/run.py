@@ -1,11 +1,10 @@
 #!/usr/bin/env python3
 """Reruns the experiments of the ZeRO paper by `forebay plan --largest` and `forebay simulate`.
 
-usage: run.py FOREBAY [--json FILE]
-
-FOREBAY is the program. A row has the paper's value, ours, and our value divided by the paper's. Nothing is fitted.
+A row has the paper's value, ours, and our value divided by the paper's. Nothing is fitted.
 """
 
+import argparse
 import json
 import os
 import subprocess
@@ -44,21 +43,23 @@ def measure(program, common, experiment):
 
 
 def main():
-    if len(sys.argv) not in (2, 4):
-        sys.exit(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("forebay", help="the program, such as build/release/bin/forebay")
+    parser.add_argument("--json", help="write the rows to this file")
+    options = parser.parse_args()
     here = os.path.dirname(os.path.abspath(__file__))
     with open(os.path.join(here, "experiments.json"), encoding="utf-8") as stream:
         plan = json.load(stream)
     rows = []
     for experiment in plan["experiments"]:
-        paper, ours, unit = measure(sys.argv[1], plan["common"], experiment)
+        paper, ours, unit = measure(options.forebay, plan["common"], experiment)
         rows.append({"name": experiment["name"], "paper": paper, "ours": round(ours, 2),
                      "ratio": round(ours / paper, 3), "unit": unit})
         print(f"{experiment['name']:55} paper {paper:8.1f}   ours {ours:8.1f}   ratio {ours / paper:5.2f}   {unit}")
     ratios = sorted(row["ratio"] for row in rows)
     print(f"median ratio {ratios[len(ratios) // 2]:.2f}")
-    if len(sys.argv) == 4:
-        with open(sys.argv[3], "w", encoding="utf-8") as stream:
+    if options.json:
+        with open(options.json, "w", encoding="utf-8") as stream:
             json.dump(rows, stream, indent=2)
 
 
