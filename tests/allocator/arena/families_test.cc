@@ -48,6 +48,15 @@ void PrintTo(const Bounds& bounds, std::ostream* out) {
   *out << family_name(bounds.family);
 }
 
+ReplayResult replay_on_arena(const AllocationTrace& trace) {
+  ModelBackendOptions options;
+  options.memory_bytes = 128_GiB;
+  const std::unique_ptr<ModelBackend> backend = std::move(ModelBackend::create(std::move(options))).value();
+  return replay_trace(trace, *backend, ReplayTarget::kArena,
+                      {.passes = kPasses, .timed = false, .progress = {}})
+      .value();
+}
+
 class ArenaFamilies : public ::testing::TestWithParam<Bounds> {};
 
 TEST_P(ArenaFamilies, WasteLittleFromTheFirstPassAndSettle) {
@@ -62,12 +71,7 @@ TEST_P(ArenaFamilies, WasteLittleFromTheFirstPassAndSettle) {
   for (int seed = 1; seed <= kSeedCount; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     const AllocationTrace trace = FamilyMaker(bounds.family, static_cast<std::uint64_t>(seed)).make();
-    ModelBackendOptions options;
-    options.memory_bytes = 128_GiB;
-    const std::unique_ptr<ModelBackend> backend = std::move(ModelBackend::create(std::move(options))).value();
-    const ReplayResult result = replay_trace(trace, *backend, ReplayTarget::kArena,
-                                             {.passes = kPasses, .timed = false, .progress = {}})
-                                    .value();
+    const ReplayResult result = replay_on_arena(trace);
 
     ASSERT_TRUE(result.completed) << result.failure;
     for (std::size_t pass = 2; pass < result.pass_calls.size(); ++pass) {
@@ -156,13 +160,8 @@ TEST(ArenaFamilyBounds, RobsonJobsWasteMoreThanTwoPercentSideBySideAndTheArenaLi
     const double bound = side_by_side_waste(trace, 2_MiB);
     worst = std::max(worst, bound);
     if (bound < 0.02) continue;
-    ModelBackendOptions options;
-    options.memory_bytes = 128_GiB;
-    const std::unique_ptr<ModelBackend> backend = std::move(ModelBackend::create(std::move(options))).value();
 
-    const ReplayResult result = replay_trace(trace, *backend, ReplayTarget::kArena,
-                                             {.passes = kPasses, .timed = false, .progress = {}})
-                                    .value();
+    const ReplayResult result = replay_on_arena(trace);
 
     EXPECT_GE(result.last_fragmentation(), bound) << "the first blocks do not lie side by side";
     EXPECT_LE(result.last_fragmentation(), bound + 0.01);
