@@ -188,6 +188,58 @@ Status check_arguments(const ControlledAdamWArguments& a) {
                            : check_pointer(kernel, "used", a.used, a.update.count, sizeof(std::uint32_t));
 }
 
+namespace {
+
+Status check_controlled(const char* kernel, const MuonGradient& gradient, const StepState* state,
+                        std::uint64_t count) {
+  FOREBAY_RETURN_IF_ERROR(check_type(kernel, "gradient.type", gradient.type));
+  FOREBAY_RETURN_IF_ERROR(
+      check_pointer(kernel, "gradient.values", gradient.values, count, element_bytes(gradient.type)));
+  return state == nullptr ? Status() : check_pointer(kernel, "state", state, count, alignof(StepState));
+}
+
+}  // namespace
+
+Status check_arguments(const Controlled<MuonMomentumArguments>& a) {
+  const char* const kernel = "muon_momentum";
+  const std::uint64_t count = a.part.count;
+  FOREBAY_RETURN_IF_ERROR(check_controlled(kernel, a.part.gradient, a.state, count));
+  FOREBAY_RETURN_IF_ERROR(check_pointer(kernel, "m", a.part.m, count, sizeof(float)));
+  return check_pointer(kernel, "values", a.part.values, count, sizeof(float));
+}
+
+Status check_arguments(const Controlled<OrthogonaliseArguments>& a) {
+  const char* const kernel = "orthogonalise";
+  const std::uint64_t count = a.part.rows * a.part.columns;
+  FOREBAY_RETURN_IF_ERROR(check_pointer(kernel, "matrix", a.part.matrix, count, sizeof(float)));
+  FOREBAY_RETURN_IF_ERROR(check_pointer(kernel, "scratch", a.part.scratch, count, alignof(double)));
+  if (count > 0 && overlap(a.part.matrix, count * sizeof(float), a.part.scratch,
+                           orthogonal_scratch_count(a.part.rows, a.part.columns) * sizeof(float))) {
+    return invalid("%s of %zu elements: matrix %p and scratch %p overlap; use separate memory", kernel,
+                   static_cast<std::size_t>(count), static_cast<void*>(a.part.matrix),
+                   static_cast<void*>(a.part.scratch));
+  }
+  return a.state == nullptr ? Status() : check_pointer(kernel, "state", a.state, count, alignof(StepState));
+}
+
+Status check_arguments(const Controlled<MuonUpdateArguments>& a) {
+  const char* const kernel = "muon_update";
+  const MuonUpdateArguments& u = a.part;
+  FOREBAY_RETURN_IF_ERROR(check_controlled(kernel, u.gradient, a.state, u.count));
+  FOREBAY_RETURN_IF_ERROR(check_pointer(kernel, "m", u.m, u.count, sizeof(float)));
+  FOREBAY_RETURN_IF_ERROR(check_pointer(kernel, "u", u.u, u.count, sizeof(float)));
+  FOREBAY_RETURN_IF_ERROR(
+      u.half.elements != nullptr
+          ? check_pointer(kernel, "half.elements", u.half.elements, u.count, sizeof(std::uint16_t))
+          : check_pointer(kernel, "master", u.master, u.count, sizeof(float)));
+  if (u.average != nullptr)
+    FOREBAY_RETURN_IF_ERROR(check_pointer(kernel, "average", u.average, u.count, sizeof(float)));
+  FOREBAY_RETURN_IF_ERROR(check_type(kernel, "parameter_type", u.parameter_type));
+  return u.parameter == nullptr
+             ? Status()
+             : check_pointer(kernel, "parameter", u.parameter, u.count, element_bytes(u.parameter_type));
+}
+
 Status check_moments(const char* function, const Moments& a, std::size_t count, bool has_v) {
   if (a.format != MomentFormat::kFloat32 && a.format != MomentFormat::kBfloat16 &&
       a.format != MomentFormat::kBlock8) {

@@ -17,6 +17,9 @@ Status check_arguments(const FillArguments& arguments);
 Status check_arguments(const StepControlArguments& arguments);
 Status check_arguments(const ControlledAdamWArguments& arguments);
 Status check_arguments(const ControlledKeptUpdateArguments& arguments);
+Status check_arguments(const Controlled<MuonMomentumArguments>& arguments);
+Status check_arguments(const Controlled<OrthogonaliseArguments>& arguments);
+Status check_arguments(const Controlled<MuonUpdateArguments>& arguments);
 
 // The parts of an update of kept states, for messages of `function`.
 Status check_arguments(const char* function, const KeptUpdateArguments& arguments);

@@ -170,6 +170,26 @@ FOREBAY_DEVICE inline float average_element(float average, float value, float we
   return canonical(fmaf(weight, value - average, average));
 }
 
+// The move of a master by an update that is not one of single elements: master_move.h.
+FOREBAY_DEVICE inline float moved_master(float decay, float step, float u, float p) noexcept {
+  return canonical(fmaf(step, u, fmaf(decay, p, p)));
+}
+
+// The next step of an element's chain in a product of matrices, which begins as 0.
+FOREBAY_DEVICE inline float product_step(float sum, float a, float b) noexcept {
+  return fmaf(a, b, sum);
+}
+
+FOREBAY_DEVICE inline float combine_element(float alpha, float x, float beta, float y) noexcept {
+  return fmaf(alpha, x, beta * y);
+}
+
+// The divisor of a matrix before it is orthogonalised, from its sum of squares.
+FOREBAY_DEVICE inline float matrix_divisor(double squares) noexcept {
+  const float norm = static_cast<float>(sqrt(squares));
+  return norm > kMuonEpsilon ? norm : kMuonEpsilon;
+}
+
 // See StepControlArguments. `sum` is the sum of squares of all units.
 FOREBAY_DEVICE inline void advance_step(const StepControlArguments& a, double sum) noexcept {
   StepState& s = *a.state;
@@ -207,6 +227,22 @@ FOREBAY_DEVICE inline void advance_step(const StepControlArguments& a, double su
 // Whether the last step is applied to a unit.
 FOREBAY_DEVICE inline bool updates(const StepState& state, const std::uint32_t* used) noexcept {
   return state.outcome == StepOutcome::kApplied && (used == nullptr || *used != 0);
+}
+
+// Gives a part of a Muon step the values of the decision. False: the step is not applied.
+FOREBAY_DEVICE inline bool decided(const StepState* state, MuonMomentumArguments& a) noexcept {
+  if (state == nullptr) return true;
+  a.gradient.factor = state->factor;
+  return updates(*state, nullptr);
+}
+FOREBAY_DEVICE inline bool decided(const StepState* state, OrthogonaliseArguments&) noexcept {
+  return state == nullptr || updates(*state, nullptr);
+}
+FOREBAY_DEVICE inline bool decided(const StepState* state, MuonUpdateArguments& a) noexcept {
+  if (state == nullptr) return true;
+  a.gradient.factor = state->factor;
+  a.step_number = state->applied_steps;
+  return updates(*state, nullptr);
 }
 
 }  // namespace forebay::definitions

@@ -36,7 +36,7 @@ void divide(float q, const float* c, float least, std::size_t count, float* valu
 }
 
 void move(float decay, float step, const float* u, std::size_t count, float* p) {
-  for (std::size_t i = 0; i < count; ++i) p[i] = canonical(std::fma(step, u[i], std::fma(decay, p[i], p[i])));
+  for (std::size_t i = 0; i < count; ++i) p[i] = definitions::moved_master(decay, step, u[i], p[i]);
 }
 
 }  // namespace

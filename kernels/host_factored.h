@@ -7,7 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "forebay/host_masters.h"
+#include "forebay/master_move.h"
 #include "kernels/host_kernels.h"
 
 namespace forebay::host_kernels {

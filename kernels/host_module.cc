@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "forebay/host_muon.h"
 #include "kernels/float_environment.h"
 #include "kernels/host_moments.h"
 
@@ -78,6 +79,14 @@ void run_kept_update(const Dimensions&, const Dimensions&, void* const* argument
   host_kernels::run_update(kept, launch.context->runner);
 }
 
+template <typename Arguments, void (*part)(const Arguments&, const BlockRunner&)>
+void run_controlled(const Dimensions&, const Dimensions&, void* const* arguments) {
+  const auto& launch = *static_cast<const HostLaunch<Controlled<Arguments>>*>(arguments[0]);
+  const DefaultFloatEnvironment environment;
+  Arguments a = launch.arguments.part;
+  if (definitions::decided(launch.arguments.state, a)) part(a, launch.context->runner);
+}
+
 void run_norm(const Dimensions&, const Dimensions&, void* const* arguments) {
   const auto& launch = *static_cast<const HostLaunch<NormArguments>*>(arguments[0]);
   const std::size_t leaf_count = launch.arguments.count / kLeafCount;
@@ -104,6 +113,9 @@ const HostKernel* host_kernel_table() noexcept {
       {"forebay_step_control", run_step_control},
       {"forebay_adamw_controlled", run_adamw_controlled},
       {"forebay_kept_update", run_kept_update},
+      {"forebay_muon_momentum", run_controlled<MuonMomentumArguments, muon_momentum>},
+      {"forebay_orthogonalise", run_controlled<OrthogonaliseArguments, orthogonalise>},
+      {"forebay_muon_update", run_controlled<MuonUpdateArguments, muon_update>},
       {nullptr, nullptr},
   };
   return kTable;

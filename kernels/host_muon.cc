@@ -1,7 +1,6 @@
 #include "forebay/host_muon.h"
 
 #include <algorithm>
-#include <cmath>
 #include <utility>
 #include <vector>
 
@@ -20,7 +19,7 @@ void tile(const Product& p, std::size_t row, std::size_t row_end, std::size_t co
       float sum = 0.0f;
       for (std::size_t t = 0; t < p.depth; ++t) {
         const float b = p.transposed ? p.b[j * p.depth + t] : p.b[t * p.columns + j];
-        sum = std::fma(p.a[i * p.depth + t], b, sum);
+        sum = definitions::product_step(sum, p.a[i * p.depth + t], b);
       }
       p.c[i * p.columns + j] = sum;
     }
@@ -28,7 +27,7 @@ void tile(const Product& p, std::size_t row, std::size_t row_end, std::size_t co
 }
 
 void combine(float alpha, const float* x, float beta, const float* y, std::size_t count, float* target) {
-  for (std::size_t i = 0; i < count; ++i) target[i] = std::fma(alpha, x[i], beta * y[i]);
+  for (std::size_t i = 0; i < count; ++i) target[i] = definitions::combine_element(alpha, x[i], beta, y[i]);
 }
 
 }  // namespace
@@ -136,35 +135,23 @@ double square_sum(std::size_t rows, std::size_t columns, const float* matrix, co
 
 }  // namespace
 
-void muon_momentum(const MuonGradient& gradient, float a1, std::uint64_t count, const float* m, float* values,
-                   const BlockRunner& runner) {
-  runner.run(count, kElementBlock, [&](std::size_t begin, std::size_t end) {
+void muon_momentum(const MuonMomentumArguments& a, const BlockRunner& runner) {
+  runner.run(a.count, kElementBlock, [&](std::size_t begin, std::size_t end) {
     Values g;
     for_each_chunk(begin, end, [&](std::uint64_t at, std::size_t chunk) {
-      load_gradient(gradient, at, chunk, g.data());
-      if (values != m) std::copy_n(m + at, chunk, values + at);
-      approach(g.data(), a1, chunk, values + at);
-      approach(g.data(), a1, chunk, values + at);
+      load_gradient(a.gradient, at, chunk, g.data());
+      if (a.values != a.m) std::copy_n(a.m + at, chunk, a.values + at);
+      approach(g.data(), a.a1, chunk, a.values + at);
+      approach(g.data(), a.a1, chunk, a.values + at);
     });
   });
 }
 
-std::uint64_t orthogonal_scratch_count(std::uint64_t rows, std::uint64_t columns) {
-  const std::uint64_t k = std::min(rows, columns);
-  return rows * columns + 2 * k * k;
-}
-
-double orthogonal_cost(std::uint64_t rows, std::uint64_t columns) {
-  const auto k = static_cast<double>(std::min(rows, columns));
-  const auto n = static_cast<double>(std::max(rows, columns));
-  return kMuonSteps * k * k * (1.5 * n + 0.5 * k);
-}
-
-void orthogonalise(std::uint64_t rows, std::uint64_t columns, float* matrix, float* scratch,
-                   const BlockRunner& runner) {
+void orthogonalise(const OrthogonaliseArguments& arguments, const BlockRunner& runner) {
+  const std::uint64_t rows = arguments.rows, columns = arguments.columns;
+  float *const matrix = arguments.matrix, *const scratch = arguments.scratch;
   const std::uint64_t count = rows * columns, k = std::min(rows, columns), n = std::max(rows, columns);
-  const auto norm = static_cast<float>(std::sqrt(square_sum(rows, columns, matrix, runner)));
-  const float divisor = norm > kMuonEpsilon ? norm : kMuonEpsilon;
+  const float divisor = definitions::matrix_divisor(square_sum(rows, columns, matrix, runner));
   runner.run(count, kElementBlock, [&](std::size_t begin, std::size_t end) {
     for (std::size_t i = begin; i < end; ++i) matrix[i] = matrix[i] / divisor;
   });
@@ -187,13 +174,6 @@ void orthogonalise(std::uint64_t rows, std::uint64_t columns, float* matrix, flo
   runner.run(count, kElementBlock, [&](std::size_t begin, std::size_t end) {
     for (std::size_t i = begin; i < end; ++i) matrix[i] = matrix[i] + 0.0f;
   });
-}
-
-float muon_step(double lr, std::uint64_t rows, std::uint64_t columns, bool matches_rms) {
-  const auto down = static_cast<double>(rows), across = static_cast<double>(columns);
-  const double ratio =
-      matches_rms ? 0.2 * std::sqrt(std::max(down, across)) : std::sqrt(std::max(1.0, down / across));
-  return -static_cast<float>(lr * ratio);
 }
 
 void muon_update(const MuonUpdateArguments& a, const BlockRunner& runner) {

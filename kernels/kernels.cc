@@ -41,6 +41,9 @@ class HostKernels final : public Kernels {
     FOREBAY_RETURN_IF_ERROR(find("forebay_fill", fill_));
     FOREBAY_RETURN_IF_ERROR(find("forebay_step_control", step_control_));
     FOREBAY_RETURN_IF_ERROR(find("forebay_kept_update", kept_update_));
+    FOREBAY_RETURN_IF_ERROR(find("forebay_muon_momentum", muon_momentum_));
+    FOREBAY_RETURN_IF_ERROR(find("forebay_orthogonalise", orthogonalise_));
+    FOREBAY_RETURN_IF_ERROR(find("forebay_muon_update", muon_update_));
     return find("forebay_adamw_controlled", adamw_controlled_);
   }
 
@@ -80,6 +83,15 @@ class HostKernels final : public Kernels {
     if (arguments.kept.update.count == 0) return Status();
     return queue(kept_update_, arguments, stream);
   }
+  Status muon_momentum(const Controlled<MuonMomentumArguments>& arguments, Stream stream) override {
+    return controlled(muon_momentum_, arguments, arguments.part.count, stream);
+  }
+  Status orthogonalise(const Controlled<OrthogonaliseArguments>& arguments, Stream stream) override {
+    return controlled(orthogonalise_, arguments, arguments.part.rows * arguments.part.columns, stream);
+  }
+  Status muon_update(const Controlled<MuonUpdateArguments>& arguments, Stream stream) override {
+    return controlled(muon_update_, arguments, arguments.part.count, stream);
+  }
 
   const char* description() const noexcept override { return description_.c_str(); }
 
@@ -97,6 +109,12 @@ class HostKernels final : public Kernels {
   }
 
   template <typename Arguments>
+  Status controlled(Kernel kernel, const Arguments& arguments, std::uint64_t count, Stream stream) {
+    FOREBAY_RETURN_IF_ERROR(check_arguments(arguments));
+    return count == 0 ? Status() : queue(kernel, arguments, stream);
+  }
+
+  template <typename Arguments>
   Status queue(Kernel kernel, const Arguments& arguments, Stream stream) {
     const HostLaunch<Arguments> launch = {&context_, arguments};
     const void* const pointers[] = {&launch};
@@ -109,7 +127,7 @@ class HostKernels final : public Kernels {
   std::string description_;
   Module module_;
   Kernel cast_, accumulate_, scale_, add_, norm_, adamw_, fill_, step_control_, adamw_controlled_;
-  Kernel kept_update_;
+  Kernel kept_update_, muon_momentum_, orthogonalise_, muon_update_;
 };
 
 }  // namespace

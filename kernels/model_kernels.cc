@@ -1,5 +1,6 @@
 #include "kernels/model_kernels.h"
 
+#include <algorithm>
 #include <string>
 
 #include "forebay/model_backend.h"
@@ -54,6 +55,27 @@ class ModelKernels final : public Kernels {
                    moment_exponent_bytes(a.kept.moments.format, update.count));
     if (a.kept.average != nullptr) states += sizeof(float) * update.count;
     return queue("update", 2 * states + update.count * other_bytes(update), stream);
+  }
+  Status muon_momentum(const Controlled<MuonMomentumArguments>& a, Stream stream) override {
+    FOREBAY_RETURN_IF_ERROR(check_arguments(a));
+    return queue("momentum", a.part.count * (element_bytes(a.part.gradient.type) + 2 * sizeof(float)),
+                 stream);
+  }
+  Status orthogonalise(const Controlled<OrthogonaliseArguments>& a, Stream stream) override {
+    FOREBAY_RETURN_IF_ERROR(check_arguments(a));
+    if (backend_.timing() == nullptr || a.part.rows * a.part.columns == 0) return Status();
+    const auto k = static_cast<double>(std::min(a.part.rows, a.part.columns));
+    const double n = orthogonal_cost(a.part.rows, a.part.columns) / (kMuonSteps * k * k);
+    return backend_.work(backend_.timing()->fp32_products("orthogonalise", k, n, k, kMuonSteps), stream);
+  }
+  Status muon_update(const Controlled<MuonUpdateArguments>& a, Stream stream) override {
+    FOREBAY_RETURN_IF_ERROR(check_arguments(a));
+    const MuonUpdateArguments& u = a.part;
+    std::uint64_t bytes = element_bytes(u.gradient.type) + 3 * sizeof(float);
+    bytes += 2 * (u.half.elements != nullptr ? sizeof(std::uint16_t) : sizeof(float));
+    if (u.average != nullptr) bytes += 2 * sizeof(float);
+    if (u.parameter != nullptr) bytes += element_bytes(u.parameter_type);
+    return queue("update", u.count * bytes, stream);
   }
 
   const char* description() const noexcept override { return description_.c_str(); }

@@ -6,6 +6,7 @@
 
 #include "kernels/cuda/launches.h"
 #include "kernels/cuda/packed.h"
+#include "kernels/cuda/runs.h"
 #include "kernels/moments.h"
 
 namespace forebay::cuda_kernels {
@@ -160,82 +161,16 @@ struct StepControl {
   }
 };
 
-// The update of states that are kept in fewer bytes. The types of gradient, master and parameter are the same
-// for all threads, and the kernel waits for memory, so they are looked up while it runs.
+// The update of states that are kept in fewer bytes.
 template <MomentFormat format>
 struct KeptUpdate {
   using Launch = KeptUpdateLaunch;
-  static constexpr int kRun = kKeptRun;
   static_assert(kMomentBlockCount == kWarpSize * static_cast<unsigned>(kRun));
   // The greatest magnitudes of each thread's m and v.
   struct Shared {
     std::uint32_t m[kBlockSize];
     std::uint32_t v[kBlockSize];
   };
-  using Run = float[kRun];
-
-  // The elements of one array that a thread has, from `begin` on. Elements behind `present` are zeros.
-  struct Place {
-    std::size_t begin;
-    int present;
-    bool wide;
-  };
-
-  template <DataType type>
-  static FOREBAY_KERNEL void load_as(const void* array, const Place& place, Run& values) {
-    constexpr int kWidth = kAccessBytes / static_cast<int>(sizeof(Storage<type>));
-    const auto* source = static_cast<const Storage<type>*>(array) + place.begin;
-    if (place.wide) {
-      FOREBAY_UNROLL
-      for (int i = 0; i < kRun; i += kWidth) {
-        Granule<type, kWidth> granule;
-        granule.load(source + i);
-        FOREBAY_UNROLL
-        for (int j = 0; j < kWidth; ++j) values[i + j] = granule.value(j);
-      }
-      return;
-    }
-    FOREBAY_UNROLL
-    for (int i = 0; i < kRun; ++i)
-      values[i] = i < place.present ? definitions::Element<type>::load(source[i]) : 0.0f;
-  }
-
-  static FOREBAY_KERNEL void load(const void* array, DataType type, const Place& place, Run& values) {
-    if (type == DataType::kFloat32) {
-      load_as<DataType::kFloat32>(array, place, values);
-    } else if (type == DataType::kBfloat16) {
-      load_as<DataType::kBfloat16>(array, place, values);
-    } else {
-      load_as<DataType::kFloat16>(array, place, values);
-    }
-  }
-
-  // `raw(i)` gives element i as it lies in memory.
-  template <DataType type, typename Raw>
-  static FOREBAY_KERNEL void store_raw(void* array, const Place& place, const Raw& raw) {
-    constexpr int kWidth = kAccessBytes / static_cast<int>(sizeof(Storage<type>));
-    auto* target = static_cast<Storage<type>*>(array) + place.begin;
-    if (place.wide) {
-      FOREBAY_UNROLL
-      for (int i = 0; i < kRun; i += kWidth) {
-        Granule<type, kWidth> granule;
-        FOREBAY_UNROLL
-        for (int j = 0; j < kWidth; ++j) granule.set_raw(j, raw(i + j));
-        granule.store(target + i);
-      }
-      return;
-    }
-    FOREBAY_UNROLL
-    for (int i = 0; i < kRun; ++i) {
-      if (i < place.present) target[i] = raw(i);
-    }
-  }
-
-  template <DataType type>
-  static FOREBAY_KERNEL void store_as(void* array, const Place& place, const Run& values) {
-    store_raw<type>(array, place, [&](int i) { return definitions::Element<type>::round(values[i]); });
-  }
-
   // Codes of kBlock8: one access of 8 bytes.
   static FOREBAY_KERNEL Packed<kRun> load_codes(const void* array, const Place& place) {
     const auto* source = static_cast<const std::uint8_t*>(array) + place.begin;
@@ -362,22 +297,13 @@ struct KeptUpdate {
     const bool has_v = has_second_moment(a.optimizer);
     const std::uint32_t seed = definitions::dither_seed(step);
     const std::uint64_t master_seed = definitions::master_seed(kept.half.key, step);
-    const bool is_half = kept.half.elements != nullptr;
-    constexpr std::size_t kTile = static_cast<std::size_t>(kBlockSize) * kRun;
-    for (std::size_t start = c.block() * kTile; start < a.count; start += c.grid_size() * kTile) {
-      Place place = {start + c.thread() * static_cast<std::size_t>(kRun), 0, false};
-      if (place.begin < a.count) {
-        const std::size_t left = a.count - place.begin;
-        place.present = left < static_cast<std::size_t>(kRun) ? static_cast<int>(left) : kRun;
-      }
-      place.wide = launch.aligned && place.present == kRun;
+    const Masters masters = {a.master,    kept.half,       kept.average, kept.average_weight,
+                             a.parameter, a.parameter_type};
+    for (std::size_t start = c.block() * kRunTile; start < a.count; start += c.grid_size() * kRunTile) {
+      const Place place = place_in_tile(c, start, a.count, launch.aligned);
       Run g, p, m, v;
       load(a.gradient, a.gradient_type, place, g);
-      if (is_half) {
-        load_as<DataType::kBfloat16>(kept.half.elements, place, p);
-      } else {
-        load_as<DataType::kFloat32>(a.master, place, p);
-      }
+      masters.load(place, p);
       load_moments(kept.moments, has_v, place, m, v);
       FOREBAY_UNROLL
       for (int i = 0; i < kRun; ++i) {
@@ -387,37 +313,7 @@ struct KeptUpdate {
         m[i] = updated.m;
         v[i] = updated.v;
       }
-      if (is_half) {
-        store_raw<DataType::kBfloat16>(kept.half.elements, place, [&](int i) {
-          return definitions::master_to_bfloat16(p[i], dithered, master_seed,
-                                                 kept.half.first + place.begin + static_cast<std::size_t>(i));
-        });
-      } else {
-        store_raw<DataType::kFloat32>(a.master, place, [&](int i) { return p[i]; });
-      }
-      if (kept.average != nullptr) {
-        Run average;
-        load_as<DataType::kFloat32>(kept.average, place, average);
-        FOREBAY_UNROLL
-        for (int i = 0; i < kRun; ++i) {
-          const std::size_t element = kept.half.first + place.begin + static_cast<std::size_t>(i);
-          const float value =
-              is_half
-                  ? bfloat16_to_float(definitions::master_to_bfloat16(p[i], dithered, master_seed, element))
-                  : p[i];
-          average[i] = definitions::average_element(average[i], value, kept.average_weight);
-        }
-        store_raw<DataType::kFloat32>(kept.average, place, [&](int i) { return average[i]; });
-      }
-      if (a.parameter != nullptr) {
-        if (a.parameter_type == DataType::kFloat32) {
-          store_as<DataType::kFloat32>(a.parameter, place, p);
-        } else if (a.parameter_type == DataType::kBfloat16) {
-          store_as<DataType::kBfloat16>(a.parameter, place, p);
-        } else {
-          store_as<DataType::kFloat16>(a.parameter, place, p);
-        }
-      }
+      masters.store(place, dithered, master_seed, p);
       store_moments(c, shared, kept.moments, has_v, place, dithered, seed, m, v);
     }
   }

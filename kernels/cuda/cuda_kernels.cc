@@ -4,16 +4,19 @@
 #include <initializer_list>
 #include <string>
 #include <type_traits>
+#include <utility>
 
 #include "kernels/argument_checks.h"
 #include "kernels/cuda/image.h"
 #include "kernels/cuda/launches.h"
+#include "kernels/definitions.h"
 
 namespace forebay {
 namespace {
 
 using cuda_kernels::ElementLaunch;
 using cuda_kernels::kBlockSize;
+using cuda_kernels::ProductKind;
 
 constexpr DataType kTypes[] = {DataType::kFloat32, DataType::kBfloat16, DataType::kFloat16};
 constexpr int kTypeCount = 3;
@@ -177,9 +180,62 @@ class CudaKernels final : public Kernels {
                                   {moments.v, 1},
                                   {a.kept.average, 1},
                                   {u.parameter, 1}}) == 0;
-    const std::size_t tile = kBlockSize * cuda_kernels::kKeptRun;
     return launch(kept_update_[static_cast<std::size_t>(moments.format)],
-                  cuda_kernels::KeptUpdateLaunch{a, aligned}, (u.count + tile - 1) / tile, stream);
+                  cuda_kernels::KeptUpdateLaunch{a, aligned}, run_tiles(u.count), stream);
+  }
+
+  Status muon_momentum(const Controlled<MuonMomentumArguments>& a, Stream stream) override {
+    FOREBAY_RETURN_IF_ERROR(check_arguments(a));
+    const MuonMomentumArguments& part = a.part;
+    if (part.count == 0) return Status();
+    const bool aligned =
+        head_of(part.count, kAccessBytes, {{part.gradient.values, 1}, {part.m, 1}, {part.values, 1}}) == 0;
+    return launch(muon_momentum_, cuda_kernels::RunLaunch<MuonMomentumArguments>{a, aligned},
+                  run_tiles(part.count), stream);
+  }
+
+  // An odd number of steps ends in the scratch, where a tall matrix is turned over before and after.
+  Status orthogonalise(const Controlled<OrthogonaliseArguments>& a, Stream stream) override {
+    static_assert(kMuonSteps % 2 == 1);
+    FOREBAY_RETURN_IF_ERROR(check_arguments(a));
+    const std::size_t rows = a.part.rows, columns = a.part.columns, count = rows * columns;
+    if (count == 0) return Status();
+    const bool is_tall = rows > columns;
+    const std::size_t k = std::min(rows, columns), n = std::max(rows, columns);
+    float *x = a.part.matrix, *moved = a.part.scratch;
+    float* const square = a.part.scratch + orthogonal_scratch_count(rows, columns) - k * k;
+    float* const gram = square - k * k;
+    // The divisor is used before the first product.
+    const cuda_kernels::MatrixNormLaunch norm = {
+        x, reinterpret_cast<double*>(a.part.scratch), gram, rows, columns, a.state};
+    constexpr std::size_t kRows = kBlockSize / definitions::kNormLanes;
+    FOREBAY_RETURN_IF_ERROR(launch(matrix_squares_, norm, (rows + kRows - 1) / kRows, stream));
+    FOREBAY_RETURN_IF_ERROR(launch(matrix_norm_, norm, 1, stream));
+    FOREBAY_RETURN_IF_ERROR(
+        move_matrix({x, is_tall ? moved : x, gram, rows, columns, is_tall, a.state}, stream));
+    if (is_tall) FOREBAY_RETURN_IF_ERROR(backend_.copy_async(x, moved, count * sizeof(float), stream));
+    for (int step = 0; step < kMuonSteps; ++step) {
+      FOREBAY_RETURN_IF_ERROR(multiply(ProductKind::kGram, {x, nullptr, gram, k, n, k, a.state}, stream));
+      FOREBAY_RETURN_IF_ERROR(
+          multiply(ProductKind::kPolynomial, {gram, nullptr, square, k, k, k, a.state}, stream));
+      FOREBAY_RETURN_IF_ERROR(multiply(ProductKind::kStep, {square, x, moved, k, k, n, a.state}, stream));
+      std::swap(x, moved);
+    }
+    return move_matrix({x, moved, nullptr, k, n, is_tall, a.state}, stream);
+  }
+
+  Status muon_update(const Controlled<MuonUpdateArguments>& a, Stream stream) override {
+    FOREBAY_RETURN_IF_ERROR(check_arguments(a));
+    const MuonUpdateArguments& u = a.part;
+    if (u.count == 0) return Status();
+    const void* const master = u.half.elements != nullptr ? static_cast<const void*>(u.half.elements)
+                                                          : static_cast<const void*>(u.master);
+    const bool aligned =
+        head_of(
+            u.count, kAccessBytes,
+            {{u.gradient.values, 1}, {master, 1}, {u.m, 1}, {u.u, 1}, {u.average, 1}, {u.parameter, 1}}) == 0;
+    return launch(muon_update_, cuda_kernels::RunLaunch<MuonUpdateArguments>{a, aligned}, run_tiles(u.count),
+                  stream);
   }
 
   const char* description() const noexcept override { return description_.c_str(); }
@@ -216,7 +272,30 @@ class CudaKernels final : public Kernels {
                                    kept_update_[static_cast<std::size_t>(format)]));
     }
     FOREBAY_RETURN_IF_ERROR(find("norm_tree", norm_tree_));
+    FOREBAY_RETURN_IF_ERROR(find("muon_momentum", muon_momentum_));
+    FOREBAY_RETURN_IF_ERROR(find("muon_update", muon_update_));
+    FOREBAY_RETURN_IF_ERROR(find("matrix_squares", matrix_squares_));
+    FOREBAY_RETURN_IF_ERROR(find("matrix_norm", matrix_norm_));
+    FOREBAY_RETURN_IF_ERROR(find("matrix_move", matrix_move_));
+    FOREBAY_RETURN_IF_ERROR(find("matrix_gram", product(ProductKind::kGram)));
+    FOREBAY_RETURN_IF_ERROR(find("matrix_polynomial", product(ProductKind::kPolynomial)));
+    FOREBAY_RETURN_IF_ERROR(find("matrix_step", product(ProductKind::kStep)));
     return find("step_control", step_control_);
+  }
+
+  static std::size_t run_tiles(std::size_t count) {
+    return (count + cuda_kernels::kRunTile - 1) / cuda_kernels::kRunTile;
+  }
+
+  Status move_matrix(const cuda_kernels::MatrixMoveLaunch& move, Stream stream) {
+    constexpr std::size_t kSide = cuda_kernels::kTurnSide;
+    const std::size_t squares = ((move.rows + kSide - 1) / kSide) * ((move.columns + kSide - 1) / kSide);
+    return launch(matrix_move_, move, squares, stream);
+  }
+
+  Kernel& product(ProductKind kind) { return matrix_product_[static_cast<std::size_t>(kind)]; }
+  Status multiply(ProductKind kind, const cuda_kernels::MatrixProductLaunch& a, Stream stream) {
+    return launch(product(kind), a, cuda_kernels::product_tiles(kind, a.rows, a.columns), stream);
   }
 
   // `state` null: the launch's own factor and corrections.
@@ -266,6 +345,8 @@ class CudaKernels final : public Kernels {
   Kernel update_[kTypeCount][kTypeCount + 1];  // The other optimizers.
   Kernel norm_tree_, step_control_;
   Kernel kept_update_[3];  // By format of the moments.
+  Kernel muon_momentum_, muon_update_, matrix_squares_, matrix_norm_, matrix_move_;
+  Kernel matrix_product_[3];  // By ProductKind.
 };
 
 }  // namespace

@@ -52,7 +52,7 @@
   X(forebay_update_fp16_bf16, Update<FOREBAY_F16, FOREBAY_BF16, true>)  \
   X(forebay_update_fp16_fp16, Update<FOREBAY_F16, FOREBAY_F16, true>)
 
-// X(name, struct of blocks.h)
+// X(name, struct of blocks.h or muon.h)
 #define FOREBAY_BLOCK_KERNELS(X)                                              \
   X(forebay_norm_leaves_fp32, NormLeaves<FOREBAY_F32>)                        \
   X(forebay_norm_leaves_bf16, NormLeaves<FOREBAY_BF16>)                       \
@@ -61,4 +61,12 @@
   X(forebay_step_control, StepControl)                                        \
   X(forebay_kept_update_fp32, KeptUpdate<::forebay::MomentFormat::kFloat32>)  \
   X(forebay_kept_update_bf16, KeptUpdate<::forebay::MomentFormat::kBfloat16>) \
-  X(forebay_kept_update_block8, KeptUpdate<::forebay::MomentFormat::kBlock8>)
+  X(forebay_kept_update_block8, KeptUpdate<::forebay::MomentFormat::kBlock8>) \
+  X(forebay_muon_momentum, MuonMomentum)                                      \
+  X(forebay_muon_update, MuonUpdate)                                          \
+  X(forebay_matrix_squares, MatrixSquares)                                    \
+  X(forebay_matrix_norm, MatrixNorm)                                          \
+  X(forebay_matrix_move, MatrixMove)                                          \
+  X(forebay_matrix_gram, MatrixProduct<ProductKind::kGram>)                   \
+  X(forebay_matrix_polynomial, MatrixProduct<ProductKind::kPolynomial>)       \
+  X(forebay_matrix_step, MatrixProduct<ProductKind::kStep>)

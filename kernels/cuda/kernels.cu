@@ -2,6 +2,7 @@
 #include "kernels/cuda/blocks.h"
 #include "kernels/cuda/elements.h"
 #include "kernels/cuda/kernel_list.h"
+#include "kernels/cuda/muon.h"
 
 namespace forebay::cuda_kernels {
 namespace {

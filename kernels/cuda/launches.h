@@ -40,13 +40,74 @@ struct NormTreeLaunch {
   double* result;
 };
 
-// Neighbouring elements of a thread in an update of kept states: a warp has a block of m and v.
-inline constexpr int kKeptRun = 8;
+// Neighbouring elements of a thread in an update of kept states: a warp has a block of m and v. A tile is
+// those of a block.
+inline constexpr int kRun = 8;
+inline constexpr std::size_t kRunTile = static_cast<std::size_t>(kBlockSize) * kRun;
 
 // `aligned`: every array begins at a multiple of an access.
 struct KeptUpdateLaunch {
   ControlledKeptUpdateArguments arguments;
   bool aligned;
 };
+
+// `aligned`: as above.
+template <typename Arguments>
+struct RunLaunch {
+  Controlled<Arguments> arguments;
+  bool aligned;
+};
+
+// The sum of squares of each row, and then the divisor of the matrix.
+struct MatrixNormLaunch {
+  const float* matrix;
+  double* sums;
+  float* divisor;
+  std::size_t rows;
+  std::size_t columns;
+  const StepState* state;
+};
+
+// target = source / divisor, or + 0 without a divisor; `turned`: target[j][i] from source[i][j].
+struct MatrixMoveLaunch {
+  const float* source;
+  float* target;
+  const float* divisor;
+  std::size_t rows;
+  std::size_t columns;
+  bool turned;
+  const StepState* state;
+};
+
+// The side of the squares in which a matrix is turned over.
+inline constexpr int kTurnSide = 32;
+
+// A product with `a`, of `rows` by `depth`: ProductKind has the other operand and the result.
+struct MatrixProductLaunch {
+  const float* a;
+  const float* b;  // depth x columns; kStep only
+  float* c;        // rows x columns
+  std::size_t rows;
+  std::size_t depth;
+  std::size_t columns;
+  const StepState* state;
+};
+
+enum class ProductKind {
+  kGram,        // c = a a^T
+  kPolynomial,  // c = fma(kMuonC, a a, kMuonB * a), of a symmetric matrix
+  kStep,        // c = fma(kMuonA, b, a b)
+};
+
+// The side of the tiles of a product that a block has, 64 elements a thread. Smaller: shared memory is read
+// more often for each multiply-add. Larger: the sums do not fit into the registers.
+inline constexpr int kProductTile = 128;
+
+// The tiles of a product. A symmetric one has those on its diagonal and above.
+inline FOREBAY_DEVICE std::size_t product_tiles(ProductKind kind, std::size_t rows, std::size_t columns) {
+  const std::size_t down = (rows + kProductTile - 1) / kProductTile;
+  const std::size_t across = (columns + kProductTile - 1) / kProductTile;
+  return kind == ProductKind::kStep ? down * across : down * (down + 1) / 2;
+}
 
 }  // namespace forebay::cuda_kernels

@@ -52,6 +52,11 @@ FOREBAY_KERNEL void store_packed(void* address, const Packed<8>& value) {
   __stcs(static_cast<uint2*>(address), make_uint2(value.words[0], value.words[1]));
 }
 
+FOREBAY_KERNEL Packed<16> load_shared(const float* address) {
+  const uint4 value = *reinterpret_cast<const uint4*>(address);
+  return {{value.x, value.y, value.z, value.w}};
+}
+
 #else
 
 // A device faults on a wide access that is not aligned to its width, so here it ends the program.
@@ -66,6 +71,9 @@ inline Packed<bytes> load_packed(const void* address, Packed<bytes>*) {
   Packed<bytes> value;
   std::memcpy(&value, address, bytes);
   return value;
+}
+inline Packed<16> load_shared(const float* address) {
+  return load_packed(address, static_cast<Packed<16>*>(nullptr));
 }
 template <int bytes>
 inline void store_packed(void* address, const Packed<bytes>& value) {

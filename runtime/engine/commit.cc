@@ -222,9 +222,9 @@ Status Engine::Impl::check_budget() const {
                 budget < backend.capabilities().memory_bytes ? "; or raise the option memory" : "");
 }
 
-// The arithmetic of Adafactor and Muon runs on the host.
+// The arithmetic of Adafactor runs on the host.
 Status Engine::Impl::check_units_on_host() const {
-  if (is_elementwise(options.optimizer) || plan.device_units == 0 || counts_only() ||
+  if (options.optimizer != Optimizer::kAdafactor || plan.device_units == 0 || counts_only() ||
       backend.capabilities().host_accessible)
     return {};
   return Status(StatusCode::kUnsupported,

@@ -25,9 +25,7 @@ Engine::Impl::~Impl() {
   for (const Unit& u : units) {
     if (Event(u.released).handle != nullptr) note(backend.event_synchronize(u.released));
   }
-  // Each part waits for its streams. Products use the updater's threads, and its host stream calls the
-  // reducer.
-  if (matrix_updates != nullptr) matrix_updates->close();
+  // Each part waits for its streams. The updater's host stream calls the reducer.
   updater.reset();
   reducer.reset();
   gatherer.reset();

@@ -93,38 +93,104 @@ TEST(EngineOnCuda, GivesTheSameBitsHoweverStreamsOvertakeEachOther) {
   }
 }
 
-// Their arithmetic runs on the host, which does not reach this device.
-TEST(EngineOnCuda, AdafactorAndMuonNeedOffloadedUnits) {
-  for (const Optimizer optimizer : {Optimizer::kAdafactor, Optimizer::kMuon}) {
-    ToyOptions options = cuda_options_for(2, DataType::kBfloat16, 3);
-    options.engine.optimizer = optimizer;
-    options.units[0].parameters[0].shape = {35, 20};
-    options.units[2].parameters[0].shape = {600, 5};
-    options.steps = 3;
+// Wide and tall matrices that slices cut, and single elements.
+ToyOptions options_of_matrices(Optimizer optimizer, DataType type, int ranks) {
+  ToyOptions options = cuda_options_for(0, type, ranks);
+  options.engine.optimizer = optimizer;
+  options.units[0].parameters[0].shape = {35, 20};
+  options.units[1].parameters[0].shape = {1, 64};
+  options.units[2].parameters[0].shape = {20, 150};
+  options.groups[1].beta1 = 0.8;
+  options.steps = 4;
+  options.disturbance = [](int rank, int step) {
+    return rank == 0 && step == 2 ? std::numeric_limits<float>::infinity() : 0.0f;
+  };
+  return options;
+}
+
+// No unit, some and all are offloaded.
+TEST(EngineOnCuda, MuonGivesTheBitsOfThePlainLoopsAtEveryPlace) {
+  struct Case {
+    int ranks;
+    DataType type;
+    bool master_weights;
+    double ema;
+  };
+  for (const Case& c : {Case{1, DataType::kFloat32, true, 0.0}, Case{3, DataType::kBfloat16, true, 0.75},
+                        Case{4, DataType::kBfloat16, false, 0.0}, Case{3, DataType::kFloat16, true, 0.0}}) {
+    ToyOptions options = options_of_matrices(Optimizer::kMuon, c.type, c.ranks);
+    options.engine.master_weights = c.master_weights;
+    options.engine.ema = c.ema;
+    options.engine.muon_matches_rms = c.ema > 0.0;
     const ToyResult expected = reference_toy(options);
-    const std::string refusal =
-        std::string("optimizer ") + optimizer_name(optimizer) + " updates on the host";
-    for (const double fraction : {0.0, 0.5, 1.0}) {
-      options.engine.offload = fraction > 0 ? Offload::kOptimizer : Offload::kNone;
-      options.engine.offload_fraction = fraction > 0 ? fraction : 1.0;
-      FakeGpu gpu;
-      if (fraction == 1.0) {
-        for (const int stage : {0, 1, 3}) {
-          options.engine.stage = stage;
-          expect_same_bits(run_toy(options, world_on(gpu)), expected, "all units offloaded");
-        }
-        continue;
+    for (int stage = 0; stage < 4; ++stage) {
+      for (const double fraction : {0.0, 0.5, 1.0}) {
+        ToyOptions here = options;
+        here.engine.stage = stage;
+        here.engine.offload = fraction == 0.0 ? Offload::kNone
+                              : stage == 3    ? Offload::kOptimizerAndParameters
+                                              : Offload::kOptimizer;
+        here.engine.offload_fraction = fraction == 0.0 ? 1.0 : fraction;
+        here.engine.host_threads = 1;
+        FakeGpu gpu;
+        const ToyResult actual = run_toy(here, world_on(gpu));
+        const std::string what = std::to_string(c.ranks) + " ranks, " + data_type_name(c.type) + ", stage " +
+                                 std::to_string(stage) + ", offloaded " + std::to_string(fraction);
+        expect_same_bits(actual, expected, what);
+        EXPECT_EQ(actual.statistics.peak, actual.statistics.planned) << what;
+        EXPECT_EQ(actual.statistics.peak_reserved_bytes, actual.statistics.planned_reserved_bytes) << what;
+        EXPECT_GE(actual.statistics.host_bytes, actual.statistics.planned_host_bytes) << what;
+        EXPECT_LE(actual.statistics.host_bytes, actual.statistics.planned_host_bytes + 4096) << what;
+        EXPECT_EQ(actual.statistics.applied_steps, 3u) << what;
       }
-      run_ranks(options.ranks, world_on(gpu), [&](Rank& rank) {
-        try {
-          ToyTrainer trainer(options, rank);
-          ADD_FAILURE() << "fraction " << fraction;
-        } catch (const Error& error) {
-          EXPECT_EQ(error.code(), StatusCode::kUnsupported);
-          EXPECT_NE(std::string(error.what()).find(refusal), std::string::npos) << error.what();
-        }
-      });
     }
+  }
+}
+
+TEST(EngineOnCuda, MuonGivesTheSameBitsHoweverStreamsOvertakeEachOther) {
+  for (const int stage : {0, 2, 3}) {
+    ToyOptions options = options_of_matrices(Optimizer::kMuon, DataType::kBfloat16, 3);
+    options.engine.stage = stage;
+    options.engine.offload = stage == 2 ? Offload::kOptimizer : Offload::kNone;
+    options.engine.offload_fraction = stage == 2 ? 0.5 : 1.0;
+    options.engine.host_threads = 1;
+    const ToyResult expected = reference_toy(options);
+    for (const std::uint64_t seed : {1u, 2u, 3u}) {
+      fake_cuda::FakeOptions reordering = strict_gpu();
+      reordering.seed = seed;
+      FakeGpu gpu(reordering);
+      expect_same_bits(run_toy(options, world_on(gpu)), expected,
+                       "stage " + std::to_string(stage) + ", seed " + std::to_string(seed));
+    }
+  }
+}
+
+// Its arithmetic runs on the host, which does not reach this device.
+TEST(EngineOnCuda, AdafactorNeedsOffloadedUnits) {
+  ToyOptions options = options_of_matrices(Optimizer::kAdafactor, DataType::kBfloat16, 3);
+  const ToyResult expected = reference_toy(options);
+  for (const double fraction : {0.0, 0.5, 1.0}) {
+    options.engine.offload = fraction > 0 ? Offload::kOptimizer : Offload::kNone;
+    options.engine.offload_fraction = fraction > 0 ? fraction : 1.0;
+    FakeGpu gpu;
+    if (fraction == 1.0) {
+      for (const int stage : {0, 1, 3}) {
+        options.engine.stage = stage;
+        expect_same_bits(run_toy(options, world_on(gpu)), expected, "all units offloaded");
+      }
+      continue;
+    }
+    run_ranks(options.ranks, world_on(gpu), [&](Rank& rank) {
+      try {
+        ToyTrainer trainer(options, rank);
+        ADD_FAILURE() << "fraction " << fraction;
+      } catch (const Error& error) {
+        EXPECT_EQ(error.code(), StatusCode::kUnsupported);
+        EXPECT_NE(std::string(error.what()).find("optimizer adafactor updates on the host"),
+                  std::string::npos)
+            << error.what();
+      }
+    });
   }
 }
 

@@ -13,14 +13,14 @@
 #include <vector>
 
 #include "forebay/conversions.h"
+#include "tests/kernels/plain_muon.h"
 
 namespace forebay {
 namespace {
 
-struct Extent {
-  std::uint64_t rows, columns;
-  std::uint64_t count() const { return rows * columns; }
-};
+using kernel_test::Extent;
+using kernel_test::plain_orthogonal;
+
 // More and fewer rows than columns, less than a vector, tiles and panels that are not whole.
 constexpr Extent kExtents[] = {{37, 53}, {130, 70}, {1, 129}, {600, 1}, {5, 3}, {193, 193}, {64, 140}};
 
@@ -35,7 +35,7 @@ std::vector<float> drawn(std::size_t count, float mean, std::mt19937_64& random)
 
 std::vector<float> orthogonal(const Extent& e, std::vector<float> u, const BlockRunner& runner) {
   std::vector<float> scratch(orthogonal_scratch_count(e.rows, e.columns), NAN);
-  orthogonalise(e.rows, e.columns, u.data(), scratch.data(), runner);
+  orthogonalise({u.data(), scratch.data(), e.rows, e.columns}, runner);
   return u;
 }
 
@@ -120,7 +120,7 @@ TEST(HostMuon, FollowsADoublePrecisionReferenceOverFiftySteps) {
       for (int t = 1; t <= 50; ++t) {
         const std::vector<float> gradient = drawn(p.size(), 0.1f, random);
         std::vector<float> u(m.size());
-        muon_momentum({gradient.data()}, a1, u.size(), m.data(), u.data(), runner);
+        muon_momentum({{gradient.data()}, a1, m.data(), u.data(), u.size()}, runner);
         u = orthogonal(e, u, runner);
         MuonUpdateArguments a;
         a.gradient = {gradient.data()};
@@ -143,60 +143,6 @@ TEST(HostMuon, FollowsADoublePrecisionReferenceOverFiftySteps) {
       EXPECT_LT(worst, kTolerance);
     }
   }
-}
-
-// The contract, in plain loops.
-std::vector<float> plain_orthogonal(const Extent& e, const std::vector<float>& u) {
-  double all = 0.0;
-  for (std::size_t row = 0; row < e.rows; ++row) {
-    double lanes[16] = {};
-    for (std::size_t j = 0; j < e.columns; ++j) {
-      const double value = u[row * e.columns + j];
-      lanes[j % 16] += value * value;
-    }
-    for (int half = 8; half > 0; half /= 2) {
-      for (int lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
-    }
-    all += lanes[0];
-  }
-  const float divisor = std::max(static_cast<float>(std::sqrt(all)), 1e-7f);
-  const std::size_t k = std::min(e.rows, e.columns), n = std::max(e.rows, e.columns);
-  const bool is_tall = e.rows > e.columns;
-  const auto at = [&](std::size_t i, std::size_t j) {
-    return is_tall ? j * e.columns + i : i * e.columns + j;
-  };
-  std::vector<float> x(k * n), gram(k * k), polynomial(k * k), moved(k * n), result(k * n);
-  for (std::size_t i = 0; i < k; ++i) {
-    for (std::size_t j = 0; j < n; ++j) x[i * n + j] = u[at(i, j)] / divisor;
-  }
-  for (int step = 0; step < 5; ++step) {
-    for (std::size_t i = 0; i < k; ++i) {
-      for (std::size_t j = 0; j < k; ++j) {
-        float sum = 0.0f;
-        for (std::size_t t = 0; t < n; ++t) sum = std::fma(x[i * n + t], x[j * n + t], sum);
-        gram[i * k + j] = sum;
-      }
-    }
-    for (std::size_t i = 0; i < k; ++i) {
-      for (std::size_t j = 0; j < k; ++j) {
-        float sum = 0.0f;
-        for (std::size_t t = 0; t < k; ++t) sum = std::fma(gram[i * k + t], gram[t * k + j], sum);
-        polynomial[i * k + j] = std::fma(2.0315f, sum, -4.7750f * gram[i * k + j]);
-      }
-    }
-    for (std::size_t i = 0; i < k; ++i) {
-      for (std::size_t j = 0; j < n; ++j) {
-        float sum = 0.0f;
-        for (std::size_t t = 0; t < k; ++t) sum = std::fma(polynomial[i * k + t], x[t * n + j], sum);
-        moved[i * n + j] = sum;
-      }
-    }
-    for (std::size_t i = 0; i < x.size(); ++i) x[i] = std::fma(3.4445f, x[i], moved[i]);
-  }
-  for (std::size_t i = 0; i < k; ++i) {
-    for (std::size_t j = 0; j < n; ++j) result[at(i, j)] = x[i * n + j] + 0.0f;
-  }
-  return result;
 }
 
 TEST(HostMuon, EveryInstructionSetAndThreadCountGivesTheBitsOfThePlainLoops) {
@@ -241,7 +187,8 @@ TEST(HostMuon, CutsAndInstructionSetsChangeNoBitOfAnUpdate) {
         a.count = std::min(cut, kCount - at);
         a.decay = -1e-3f, a.step = -1e-2f, a.step_number = 5;
         a.gradient = {gradient.data() + at, DataType::kBfloat16, 0.3f};
-        muon_momentum(a.gradient, a.a1, a.count, blended.data() + at, blended.data() + at, runner);
+        float* const values = blended.data() + at;
+        muon_momentum({a.gradient, a.a1, values, values, a.count}, runner);
         a.m = moments.data() + at;
         a.master = p.data() + at;
         a.average = average.data() + at, a.average_weight = 0.25f;

@@ -12,10 +12,12 @@
 #include <vector>
 
 #include "forebay/backend.h"
+#include "forebay/host_muon.h"
 #include "forebay/kernels.h"
 #include "kernels/host_kernels.h"
 #include "kernels/host_moments.h"
 #include "tests/kernels/kernel_test_support.h"
+#include "tests/kernels/plain_muon.h"
 
 namespace forebay::kernel_test {
 namespace {
@@ -728,6 +730,136 @@ TEST_P(KernelsConformance, QueuedStepsFollowTheDeviceAndNotTheHost) {
   EXPECT_TRUE(same_bits("parameter", got.parameter, expected.parameter));
   EXPECT_EQ(download(control.state).grad_norm, 1.25);
   EXPECT_EQ(download(control.state).loss_scale, 4.0);
+}
+
+// Wide, tall and square matrices, single rows and columns, more than one tile; a matrix of subnormals, whose
+// norm is the least; zeros of both signs.
+TEST_P(KernelsConformance, OrthogonaliseGivesTheBitsOfPlainLoops) {
+  struct Case {
+    Extent extent;
+    float scale;
+  };
+  bool depends_on_order = false;
+  for (const auto& [e, scale] :
+       {Case{{37, 53}, 1.0f}, Case{{53, 37}, 1e-3f}, Case{{131, 40}, 1.0f}, Case{{5, 150}, 1e4f},
+        Case{{1, 129}, 1.0f}, Case{{300, 1}, 1.0f}, Case{{1, 1}, -2.0f}, Case{{16, 16}, 1e-40f},
+        Case{{17, 33}, 0x1p-149f}, Case{{3, 7}, 0.0f}}) {
+    std::vector<float> matrix(e.count());
+    for (float& value : matrix) {
+      value = random_() % 16 == 0 ? -0.0f : scale * std::normal_distribution<float>()(random_);
+    }
+    const std::vector<float> expected = plain_orthogonal(e, matrix);
+    depends_on_order = depends_on_order || plain_orthogonal(e, matrix, true) != expected;
+    float* const device = upload(matrix);
+    const std::uint64_t scratch_count = orthogonal_scratch_count(e.rows, e.columns);
+    float* const scratch = upload(std::vector<float>(scratch_count + 1, NAN));
+
+    finish(kernels_->orthogonalise({{device, scratch, e.rows, e.columns}, nullptr}, stream_));
+
+    std::vector<float> got(matrix.size());
+    copy(got.data(), device, got.size() * sizeof(float));
+    EXPECT_EQ(std::memcmp(got.data(), expected.data(), got.size() * sizeof(float)), 0)
+        << e.rows << " x " << e.columns;
+    EXPECT_TRUE(std::isnan(download(scratch + scratch_count))) << "written behind the scratch";
+    forget_blocks();
+  }
+  EXPECT_TRUE(depends_on_order) << "no matrix tells the order of a chain";
+}
+
+// All types and alignments, with a decision and without, beside the results of host memory.
+TEST_P(KernelsConformance, MuonsUpdatesHaveTheBitsOfTheHost) {
+  const BlockRunner runner(1);
+  for (const DataType gradient_type : kTypes) {
+    for (const std::size_t offset : {std::size_t{0}, std::size_t{3}}) {
+      for (const bool is_half : {false, true}) {
+        for (const StepOutcome outcome : {StepOutcome::kNone, StepOutcome::kApplied, StepOutcome::kSkipped}) {
+          const std::size_t count = 5003;
+          const bool has_parameter = !is_half && offset == 0;
+          const DataType f32 = DataType::kFloat32;
+          Array gradient = hard(gradient_type, count, offset), u = hard(f32, count, offset);
+          Array m = hard(f32, count, offset), blended = hard(f32, count, offset);
+          Array master = hard(is_half ? DataType::kBfloat16 : f32, count, offset);
+          Array average = hard(f32, count, offset), parameter = hard(gradient_type, count, offset);
+          StepState state;
+          state.outcome = outcome, state.applied_steps = 12, state.factor = 0.021f;
+          MuonMomentumArguments momentum;
+          momentum.gradient = {gradient.data(), gradient_type, 0.5f};
+          momentum.a1 = 0.05f, momentum.m = m.floats(), momentum.values = blended.floats();
+          momentum.count = count;
+          MuonUpdateArguments update;
+          update.gradient = momentum.gradient, update.a1 = 0.05f, update.count = count;
+          update.m = m.floats(), update.u = u.floats();
+          update.decay = -1e-3f, update.step = -1e-2f, update.step_number = 7;
+          if (is_half) {
+            update.half = {static_cast<std::uint16_t*>(master.data()), 0xFFFFFF00u, 0xFEDCBA9876543210u};
+            update.average = average.floats(), update.average_weight = 0.125f;
+          } else {
+            update.master = master.floats();
+          }
+          if (has_parameter) update.parameter = parameter.data(), update.parameter_type = gradient_type;
+          Controlled<MuonMomentumArguments> momentum_there = {momentum, nullptr};
+          Controlled<MuonUpdateArguments> update_there = {update, nullptr};
+          if (outcome != StepOutcome::kNone)
+            momentum_there.state = update_there.state = upload(std::vector<StepState>{state});
+          std::byte* const gradient_there = upload(gradient);
+          std::byte *const m_there = upload(m), *const blended_there = upload(blended);
+          std::byte *const master_there = upload(master), *const average_there = upload(average);
+          std::byte* const parameter_there = upload(parameter);
+          momentum_there.part.gradient.values = update_there.part.gradient.values = gradient_there;
+          momentum_there.part.m = update_there.part.m = reinterpret_cast<float*>(m_there);
+          momentum_there.part.values = reinterpret_cast<float*>(blended_there);
+          update_there.part.u = reinterpret_cast<float*>(upload(u));
+          if (is_half) {
+            update_there.part.half.elements = reinterpret_cast<std::uint16_t*>(master_there);
+            update_there.part.average = reinterpret_cast<float*>(average_there);
+          } else {
+            update_there.part.master = reinterpret_cast<float*>(master_there);
+          }
+          if (has_parameter) update_there.part.parameter = parameter_there;
+
+          ASSERT_TRUE(kernels_->muon_momentum(momentum_there, stream_).ok());
+          finish(kernels_->muon_update(update_there, stream_));
+
+          if (outcome == StepOutcome::kApplied) {
+            momentum.gradient.factor = update.gradient.factor = state.factor;
+            update.step_number = state.applied_steps;
+          }
+          if (outcome != StepOutcome::kSkipped) {
+            muon_momentum(momentum, runner);
+            muon_update(update, runner);
+          }
+          Array got_m = m, got_blended = m, got_master = master, got_average = average;
+          Array got_parameter = parameter;
+          download(got_m, m_there), download(got_blended, blended_there), download(got_master, master_there);
+          download(got_average, average_there), download(got_parameter, parameter_there);
+          EXPECT_TRUE(same_bits("m", got_m, m));
+          EXPECT_TRUE(same_bits("momentum", got_blended, blended));
+          EXPECT_TRUE(same_bits("master", got_master, master));
+          EXPECT_TRUE(same_bits("average", got_average, average));
+          EXPECT_TRUE(same_bits("parameter", got_parameter, parameter));
+          forget_blocks();
+        }
+      }
+    }
+  }
+}
+
+TEST_P(KernelsConformance, AStepThatIsSkippedOrthogonalisesNothing) {
+  StepState state;
+  state.outcome = StepOutcome::kSkipped;
+  const StepState* const there = upload(std::vector<StepState>{state});
+  const std::vector<float> matrix(24, 3.0f);
+  float* const device = upload(matrix);
+  float* const scratch = upload(std::vector<float>(orthogonal_scratch_count(4, 6)));
+
+  finish(kernels_->orthogonalise({{device, scratch, 4, 6}, there}, stream_));
+
+  EXPECT_EQ(download(device + 23), 3.0f);
+  EXPECT_EQ(kernels_->orthogonalise({{device, nullptr, 4, 6}, there}, stream_).code(),
+            StatusCode::kInvalidArgument);
+  EXPECT_EQ(kernels_->orthogonalise({{device, device + 4, 4, 6}, there}, stream_).code(),
+            StatusCode::kInvalidArgument);
+  EXPECT_TRUE(kernels_->orthogonalise({{nullptr, nullptr, 0, 6}, there}, stream_).ok());
 }
 
 TEST_P(KernelsConformance, NothingIsDoneForNoElementsAndMisuseIsRefused) {

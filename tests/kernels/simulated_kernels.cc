@@ -6,6 +6,7 @@
 
 #include "kernels/cuda/blocks.h"
 #include "kernels/cuda/elements.h"
+#include "kernels/cuda/muon.h"
 #include "kernels/float_environment.h"
 #include "tests/kernels/simt.h"
 

@@ -13,8 +13,8 @@
 #include <cstdint>
 
 #include "forebay/block_runner.h"
-#include "forebay/host_masters.h"
 #include "forebay/kernels.h"
+#include "forebay/master_move.h"
 #include "forebay/span.h"
 
 namespace forebay {

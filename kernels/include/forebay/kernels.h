@@ -16,6 +16,7 @@
 #include "forebay/backend.h"
 #include "forebay/data_type.h"
 #include "forebay/moments.h"
+#include "forebay/muon.h"
 #include "forebay/optimizer.h"
 
 namespace forebay {
@@ -215,6 +216,15 @@ struct ControlledKeptUpdateArguments {
   const std::uint32_t* used;
 };
 
+// A part of a Muon step (muon.h) with the decision of step_control(): the gradient's factor and the number of
+// the step are the state's. Unless the step is applied, nothing is moved, and a matrix that was to be
+// orthogonalised has any values. Without a state they are those that are given.
+template <typename Arguments>
+struct Controlled {
+  Arguments part;
+  const StepState* state;
+};
+
 // table[i] = the bias corrections of applied step first_step + i, for the host to upload.
 void bias_corrections(double beta1, double beta2, std::uint64_t first_step, BiasCorrection* table,
                       std::size_t count) noexcept;
@@ -242,6 +252,9 @@ class Kernels {
   virtual Status step_control(const StepControlArguments& arguments, Stream stream) = 0;
   virtual Status adamw_controlled(const ControlledAdamWArguments& arguments, Stream stream) = 0;
   virtual Status update_kept(const ControlledKeptUpdateArguments& arguments, Stream stream) = 0;
+  virtual Status muon_momentum(const Controlled<MuonMomentumArguments>& arguments, Stream stream) = 0;
+  virtual Status orthogonalise(const Controlled<OrthogonaliseArguments>& arguments, Stream stream) = 0;
+  virtual Status muon_update(const Controlled<MuonUpdateArguments>& arguments, Stream stream) = 0;
 
   // The implementation, for reports: "host AVX3_ZEN4, 2 threads", "cuda:0 NVIDIA H200, 132 multiprocessors".
   virtual const char* description() const noexcept = 0;

@@ -40,16 +40,17 @@ enum class Optimizer : std::uint8_t {
   // Source: Shazeer and Stern, arXiv 1804.04235, in the form that PyTorch has.
   kAdafactor,
   // Matrices move by their orthogonalised momentum, and other parameters by AdamW. No v for matrices:
-  // host_muon.h has its arithmetic, which is not one of single elements.
+  // muon.h has its arithmetic, which is not one of single elements.
   // Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024), in the form that
   // PyTorch has.
   kMuon,
 };
-// The optimizers that update each element by itself: those of Kernels. They come first.
+// The optimizers that update each element by itself. They come first.
 inline constexpr int kOptimizerCount = 4;
 inline constexpr int kAllOptimizerCount = 6;
 
-// Whether the optimizer updates each element by itself. The arithmetic of the others runs on the host.
+// Whether the optimizer updates each element by itself. Muon's other arithmetic is in Kernels too;
+// Adafactor's runs on the host.
 constexpr bool is_elementwise(Optimizer optimizer) noexcept {
   return static_cast<int>(optimizer) < kOptimizerCount;
 }

@@ -53,9 +53,22 @@ std::chrono::nanoseconds ClusterTiming::queue_time() const {
 
 ModelWork ClusterTiming::product(const char* name, double m, double n, double k, double count,
                                  double part) const {
+  return product_of(name, m, n, k, count, flops_ * part, element_bytes_);
+}
+
+ModelWork ClusterTiming::fp32_products(const char* name, double m, double n, double k, double count) const {
+  const std::map<DataType, double>& rates = cluster_.device.flops;
+  const auto fp32 = rates.find(DataType::kFloat32);
+  const auto slowest = std::min_element(rates.begin(), rates.end(),
+                                        [](const auto& a, const auto& b) { return a.second < b.second; });
+  return product_of(name, m, n, k, count, (fp32 != rates.end() ? fp32 : slowest)->second, sizeof(float));
+}
+
+ModelWork ClusterTiming::product_of(const char* name, double m, double n, double k, double count,
+                                    double flops, double bytes_each) const {
   const double arithmetic =
-      2 * m * n * k * count / (flops_ * part * matrix_efficiency(cluster_.device, m, n * count, k));
-  const double memory = (m * k + k * n + m * n) * count * element_bytes_ / device_bytes_per_second_;
+      2 * m * n * k * count / (flops * matrix_efficiency(cluster_.device, m, n * count, k));
+  const double memory = (m * k + k * n + m * n) * count * bytes_each / device_bytes_per_second_;
   ModelWork work{.name = name, .delay_seconds = cluster_.device.kernel_seconds};
   work.add(kComputeResource, std::max(arithmetic, memory));
   return work;

@@ -33,6 +33,8 @@ class ClusterTiming : public ModelTiming {
   ModelWork copy(ModelCopy kind, std::uint64_t bytes) const override;
   ModelWork fill(std::uint64_t bytes) const override { return kernel("fill", bytes); }
   ModelWork kernel(const char* name, std::uint64_t bytes) const override;
+  // Without an fp32 figure, the device's slowest type.
+  ModelWork fp32_products(const char* name, double m, double n, double k, double count) const override;
   std::chrono::nanoseconds queue_time() const override;
 
   // The product of an m x k and a k x n matrix, `count` times in one kernel. The slower of arithmetic and
@@ -47,6 +49,8 @@ class ClusterTiming : public ModelTiming {
   std::vector<SimulatedLevel> levels(int ranks) const;
 
  private:
+  ModelWork product_of(const char* name, double m, double n, double k, double count, double flops,
+                       double bytes_each) const;
   int host_resource() const { return cluster_.shared_processors ? kComputeResource : kHostMemoryResource; }
 
   const ClusterDescription cluster_;

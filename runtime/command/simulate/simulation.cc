@@ -48,6 +48,8 @@ std::string cause_of(const ModelStreamTime& time) {
                                                                 {"drives", "drives"},
                                                                 {"recv", "pipeline bubble"},
                                                                 {"send", "pipeline bubble"},
+                                                                {"momentum", "update on the device"},
+                                                                {"orthogonalise", "update on the device"},
                                                                 {"update", "update on the device"}};
   if (time.own) {
     for (const char* const pass : {"forward", "backward", "recomputation"}) {
@@ -246,8 +248,12 @@ class SimulatedRank {
       const UnitId id = engine_->add_unit(unit.name, unit.backward_reads_parameters);
       int index = 0;
       for (const ParameterShape& parameter : unit.parameters) {
-        engine_->add_parameter(id, parameter.name, parameter.count, parameter.group, parameter.frozen,
-                               parameter.replicated);
+        const ParameterId added = engine_->add_parameter(id, parameter.name, parameter.count, parameter.group,
+                                                         parameter.frozen, parameter.replicated);
+        if (!parameter.shape.empty())
+          engine_->declare_shape(added, {parameter.shape.data(), parameter.shape.size()});
+        if (parameter.split) engine_->declare_split(added, *parameter.split);
+        if (parameter.elementwise) engine_->declare_elementwise(added);
         trainable_.resize(static_cast<std::size_t>(id) + 1);
         trainable_.back().push_back(index++);
       }

@@ -207,7 +207,7 @@ class Placer {
     }
     for (std::size_t i = 0; i < kMatricesInFlight; ++i)
       add(Role::kMatrices, Pool::kBuckets, largest * sizeof(float), static_cast<int>(i));
-    add(Role::kMatrixWork, Pool::kHost, round_up(plan_.matrix_work_count * sizeof(float), kBlockGranule));
+    add(Role::kMatrixWork, Pool::kBuckets, round_up(plan_.matrix_work_count * sizeof(float), kBlockGranule));
   }
 
   // Both tiers keep these in memory.

@@ -143,8 +143,8 @@ void count_muon(const ModelShape& model, Plan& plan) {
       if (!is_muon_matrix(parameter)) continue;
       muon.has_matrices = true;
       const FactoredShape shape = factored_shape_of(parameter);
-      plan.matrix_work_count = std::max(
-          plan.matrix_work_count, parameter.count + orthogonal_scratch_count(shape.rows, shape.columns));
+      plan.matrix_work_count =
+          std::max(plan.matrix_work_count, orthogonal_scratch_count(shape.rows, shape.columns));
     }
   }
 }

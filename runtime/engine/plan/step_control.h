@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "forebay/host_adafactor.h"
-#include "forebay/host_muon.h"
 #include "forebay/kernels.h"
+#include "forebay/muon.h"
 #include "forebay/plan.h"
 #include "forebay/sharding_options.h"
 #include "forebay/units.h"

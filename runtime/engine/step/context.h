@@ -143,7 +143,7 @@ struct StepContext {
     float* factors = nullptr;
     float* factor_sums = nullptr;
     float* host_factor_sums = nullptr;
-    // Muon. The host reaches v, and the updates of matrices: see Role::kOrthogonal.
+    // Muon. The updates of matrices: see Role::kOrthogonal.
     std::vector<Matrix> matrices;
     std::vector<OwnV> own_v;
     float* orthogonal = nullptr;

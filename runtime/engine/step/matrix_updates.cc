@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "forebay/host_muon.h"
 #include "runtime/engine/step/decision.h"
 #include "runtime/engine/step/updater.h"
 
@@ -15,10 +16,6 @@ MatrixUpdates::MatrixUpdates(StepContext& context, const Decision& decision, Upd
     taken_.emplace_back(context);
     gathered_.emplace_back(context);
     done_.emplace_back(context);
-    std::vector<Product>& products = products_.emplace_back();
-    for (const StepContext::Matrix& matrix : unit(index).matrices) {
-      if (matrix.owner == context.rank()) products.push_back({this, &matrix});
-    }
   }
 }
 
@@ -39,10 +36,6 @@ void MatrixUpdates::divide_over_ranks() {
       *least += cost(matrix);
     }
   }
-}
-
-bool MatrixUpdates::is_applied() const {
-  return !context_.counts_only() && decision_.on_host().outcome == StepOutcome::kApplied;
 }
 
 // While one unit's matrices are multiplied, the next unit's are gathered and the last unit's sent back.
@@ -71,7 +64,15 @@ void MatrixUpdates::queue(const std::vector<bool>& used, const Hyperparameters& 
 void MatrixUpdates::queue_momentum(int index) {
   const Unit& u = unit(index);
   const EngineStream& stream = u.offloaded ? updater_.host_stream() : updater_.device_stream();
-  stream.call<&Work::take_momentum>(work_[static_cast<std::size_t>(index)]);
+  if (u.offloaded) {
+    stream.call<&Work::take_momentum>(work_[static_cast<std::size_t>(index)]);
+  } else {
+    for (const StepContext::Segment& segment : u.segments) {
+      if (segment.matrix == nullptr) continue;
+      must(kernels_.muon_momentum({momentum_of(u, segment, u.updated_gradients), decision_.on_device()},
+                                  stream));
+    }
+  }
   stream.record(taken_[static_cast<std::size_t>(index)]);
 }
 
@@ -101,15 +102,13 @@ void MatrixUpdates::queue_products(int index, float* gathered) {
     if (begin == end) return;
     stream_.fill(reinterpret_cast<std::byte*>(gathered + end), 0, (begin - end) * sizeof(float));
   };
-  for (Product& product : products_[number]) {
-    const StepContext::Matrix& matrix = *product.matrix;
-    if (unit(index).fixed[matrix.parameter]) continue;
+  for (const StepContext::Matrix& matrix : unit(index).matrices) {
+    if (matrix.owner != context_.rank() || unit(index).fixed[matrix.parameter]) continue;
     zero_until(matrix.begin);
     end = matrix.begin + matrix.count();
-    const std::uint64_t bytes = matrix.count() * sizeof(float);
-    stream_.copy(context_.matrix_work, gathered + matrix.begin, bytes);
-    stream_.call<&Product::orthogonalise>(product);
-    stream_.copy(gathered + matrix.begin, context_.matrix_work, bytes);
+    must(kernels_.orthogonalise(
+        {{gathered + matrix.begin, context_.matrix_work, matrix.rows, matrix.columns}, decision_.on_device()},
+        stream_));
   }
   zero_until(layout(index).trainable_count);
   stream_.record(done_[number]);
@@ -150,7 +149,8 @@ void MatrixUpdates::queue_return(int index, float* gathered) {
 // Runs in the order of the unit's stream. m stays until the step is applied. Files are read here, between the
 // writing of the last step and the update. If that fails, no rank may vote for the step.
 void MatrixUpdates::take_momentum(int index) {
-  if (!is_applied() || !updater_.failure().ok()) return;
+  const bool is_applied = decision_.on_host().outcome == StepOutcome::kApplied;
+  if (context_.counts_only() || !is_applied || !updater_.failure().ok()) return;
   const Unit& u = unit(index);
   const auto field = static_cast<std::size_t>(StateField::kM);
   if (u.part_count > 0) {
@@ -161,39 +161,40 @@ void MatrixUpdates::take_momentum(int index) {
       return context_.communicator.abort(updater_.failure());
     }
   }
-  const std::byte* const gradients = u.offloaded ? u.host_gradients : u.updated_gradients;
   for (const StepContext::Segment& segment : u.segments) {
     if (segment.matrix == nullptr) continue;
-    float* const values = u.orthogonal + segment.begin;
-    const auto* const m = reinterpret_cast<const float*>(u.kept[field]);
-    const GroupHyperparameters& group = groups_[static_cast<std::size_t>(segment.group)];
-    muon_momentum({gradients + segment.begin * element_bytes(u.gradient_type), u.gradient_type,
-                   decision_.on_host().factor},
-                  adamw_arguments(options_, group).a1, segment.count,
-                  m == nullptr ? values : m + segment.begin, values, updater_.host_runner());
+    MuonMomentumArguments momentum = momentum_of(u, segment, u.host_gradients);
+    momentum.gradient.factor = decision_.on_host().factor;
+    muon_momentum(momentum, updater_.host_runner());
   }
 }
 
-// Runs in the order of the products.
-void MatrixUpdates::orthogonalise(const StepContext::Matrix& matrix) {
-  if (!is_applied()) return;
-  float* const work = context_.matrix_work;
-  forebay::orthogonalise(matrix.rows, matrix.columns, work, work + matrix.count(), updater_.host_runner());
+// Without the clipping factor. An m in files has been read into its place.
+MuonMomentumArguments MatrixUpdates::momentum_of(const Unit& u, const StepContext::Segment& segment,
+                                                 const std::byte* gradients) const {
+  MuonMomentumArguments a;
+  a.gradient = {gradients + segment.begin * element_bytes(u.gradient_type), u.gradient_type};
+  a.a1 = adamw_arguments(options_, groups_[static_cast<std::size_t>(segment.group)]).a1;
+  a.values = u.orthogonal + segment.begin;
+  const auto* const m = reinterpret_cast<const float*>(u.kept[static_cast<std::size_t>(StateField::kM)]);
+  a.m = m == nullptr ? a.values : m + segment.begin;
+  a.count = segment.count;
+  return a;
 }
 
-void MatrixUpdates::update(int index, const StepContext::Segment& segment, std::uint64_t begin,
-                           const KeptUpdateArguments& kept, const GroupHyperparameters& group) const {
+MuonUpdateArguments MatrixUpdates::update_of(int index, const StepContext::Segment& segment,
+                                             std::uint64_t begin, const KeptUpdateArguments& kept,
+                                             const GroupHyperparameters& group) const {
   const Unit& u = unit(index);
   MuonUpdateArguments a;
   static_cast<MasterMove&>(a) = move_of(kept);
-  a.step_number = decision_.on_host().applied_steps;
   a.step = muon_step(group.lr, segment.matrix->rows, segment.matrix->columns, options_.muon_matches_rms);
-  a.gradient = {kept.update.gradient, u.gradient_type, decision_.on_host().factor};
+  a.gradient = {kept.update.gradient, u.gradient_type};
   a.a1 = kept.update.a1;
   a.m = kept.update.m;
   a.u = u.orthogonal + begin;
   a.count = kept.update.count;
-  muon_update(a, updater_.host_runner());
+  return a;
 }
 
 }  // namespace forebay

@@ -7,6 +7,7 @@
 #include "forebay/check.h"
 #include "forebay/conversions.h"
 #include "forebay/host_adam.h"
+#include "forebay/host_muon.h"
 #include "runtime/engine/step/decision.h"
 #include "runtime/engine/step/factored_moments.h"
 #include "runtime/engine/step/matrix_updates.h"
@@ -72,7 +73,7 @@ Updater::Updater(StepContext& context, const Decision& decision)
   for (BiasCorrection*& table : corrections_) {
     table = reinterpret_cast<BiasCorrection*>(value_or_throw(context.pinned->allocate(table_bytes)));
   }
-  if (!plan_.offloads() && is_elementwise(options_.optimizer)) return;
+  if (!plan_.offloads() && options_.optimizer != Optimizer::kAdafactor) return;
   host_runner_ = create_host_runner(context.host_placement, context.options);
   for (std::vector<HostUpdate>& updates : host_updates_) {
     for (int unit = 0; unit < context.unit_count(); ++unit) updates.push_back({this, unit, {}});
@@ -155,7 +156,7 @@ void Updater::correct_for(int group) {
 void Updater::update_on_device(int index, const Hyperparameters& hyperparameters) {
   const Unit& u = unit(index);
   const MarkedSpan span = context_.marked(device_stream_, "updates", "update", index);
-  if (!is_elementwise(options_.optimizer)) {
+  if (options_.optimizer == Optimizer::kAdafactor) {
     HostUpdate& update = host_updates_[context_.attempted_steps % 2][static_cast<std::size_t>(index)];
     update.groups = hyperparameters.groups;
     update.corrections = corrections();
@@ -172,6 +173,12 @@ void Updater::update_on_device(int index, const Hyperparameters& hyperparameters
     kept.update.parameter =
         is_own_master(options_) ? nullptr : u.updated_parameters + segment.begin * element();
     kept.update.count = segment.count;
+    if (segment.matrix != nullptr) {
+      must(kernels_.muon_update(
+          {matrices_->update_of(index, segment, segment.begin, kept, group), decision_.on_device()},
+          device_stream_));
+      continue;
+    }
     must(context_.states_are_fp32()
              ? kernels_.adamw_controlled({kept.update, decision_.on_device(), nullptr}, device_stream_)
              : kernels_.update_kept({kept, decision_.on_device(), nullptr}, device_stream_));
@@ -251,7 +258,7 @@ void Updater::queue_host_update(int index, const Hyperparameters& hyperparameter
 }
 
 // Runs in the order of the host's stream, when the decision is on the host; calls nothing of the Backend.
-// Adafactor and Muon: units on the device come here in the order of their stream.
+// Adafactor: units on the device come here in the order of their stream.
 void Updater::update_on_host(const HostUpdate& update) {
   if (failed_.load(std::memory_order_acquire)) return;
   const bool is_factored =
@@ -384,8 +391,11 @@ void Updater::update_run(const HostUpdate& update, const StepContext::Segment& s
                              kept, update.groups[static_cast<std::size_t>(segment.group)]);
   }
   if (segment.matrix != nullptr) {
-    return matrices_->update(update.unit, segment, begin, kept,
-                             update.groups[static_cast<std::size_t>(segment.group)]);
+    MuonUpdateArguments matrix = matrices_->update_of(update.unit, segment, begin, kept,
+                                                      update.groups[static_cast<std::size_t>(segment.group)]);
+    matrix.gradient.factor = kept.update.factor;
+    matrix.step_number = kept.step;
+    return muon_update(matrix, *host_runner_);
   }
   const Status status = host_adam(kept, *host_runner_);
   FOREBAY_CHECK(status.ok(), "%s", status.to_string().c_str());

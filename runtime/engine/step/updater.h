@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "forebay/block_runner.h"
-#include "forebay/host_masters.h"
+#include "forebay/master_move.h"
 #include "runtime/engine/step/context.h"
 
 namespace forebay {
@@ -70,7 +70,7 @@ class Updater : private StepPart {
   }
 
   const EngineStream& device_stream() const { return device_stream_; }
-  // Offloaded units only; the runner for Adafactor and Muon, too.
+  // Offloaded units only; the runner for Adafactor, too.
   const EngineStream& host_stream() const { return host_stream_; }
   const BlockRunner& host_runner() const { return *host_runner_; }
 

@@ -76,6 +76,23 @@ TEST(Simulation, HoldsThePlannedBytesAtEveryStage) {
   }
 }
 
+TEST(Simulation, MuonTakesTheBytesAndTheTimeOfItsProducts) {
+  for (const Offload offload : {Offload::kNone, Offload::kOptimizer}) {
+    SimulationRequest request = small(4, 2);
+    request.options.offload = offload;
+    const SimulationResult adamw = value_or_throw(simulate(request));
+    request.options.optimizer = Optimizer::kMuon;
+    const SimulationResult muon = value_or_throw(simulate(request));
+    EXPECT_GT(muon.statistics.planned.buckets, adamw.statistics.planned.buckets);
+    EXPECT_EQ(muon.statistics.peak, muon.statistics.planned);
+    EXPECT_EQ(muon.sent_bytes_per_step, muon.statistics.planned_wire_per_step.sent);
+    EXPECT_GT(muon.step_seconds, adamw.step_seconds);
+    request.cluster.device.flops[DataType::kFloat32] /= 10;
+    EXPECT_GT(seconds_of(value_or_throw(simulate(request)), "update on the device"),
+              4 * seconds_of(muon, "update on the device"));
+  }
+}
+
 TEST(Simulation, TheTimesAddUpToTheStep) {
   SimulationRequest request = small(16, 3);
   request.options.offload = Offload::kOptimizer;

@@ -32,6 +32,9 @@ class Timing : public ModelTiming {
     return work;
   }
   ModelWork fill(std::uint64_t) const override { return {.name = "fill"}; }
+  ModelWork fp32_products(const char* name, double m, double n, double k, double count) const override {
+    return kernel(name, static_cast<std::uint64_t>(m * n * k * count));
+  }
   ModelWork kernel(const char* name, std::uint64_t bytes) const override {
     ModelWork work{.name = name};
     work.add(kCompute, static_cast<double>(bytes) * 1e-9);

@@ -425,22 +425,25 @@ TEST(Optimizers, MuonTakesTheBytesOfOneMomentAndOfItsMatrices) {
   options.dtype = DataType::kBfloat16;
   const Plan others = value_or_throw(make_plan(model, options));
   options.optimizer = Optimizer::kMuon;
-  constexpr std::uint64_t kV = 4096, kWork = 4 * (2048 + 2048 + 2 * 32 * 32);
+  constexpr std::uint64_t kV = 4096, kWork = 4 * (2048 + 2 * 32 * 32);
   const Plan plan = value_or_throw(make_plan(model, options));
   EXPECT_EQ(plan.bytes.optimizer, 1536 * (4 + 4 + 4) + kV);
   EXPECT_EQ(plan.bytes_of(Role::kV), kV);
   EXPECT_EQ(plan.bytes_of(Role::kOrthogonal), 1536 * 4u);
   EXPECT_EQ(plan.bytes_of(Role::kMatrices), 2 * 3072 * 4u);
-  EXPECT_EQ(plan.host_bytes.total(), kWork);
+  EXPECT_EQ(plan.bytes_of(Role::kMatrixWork), kWork);
+  EXPECT_EQ(plan.bytes.buckets, others.bytes.buckets + 2 * 3072 * 4 + kWork);
+  EXPECT_EQ(plan.host_bytes.total(), 0u);
   // Half of the unit twice, in fp32, and the last gather.
   EXPECT_EQ(plan.wire_per_step.sent, others.wire_per_step.sent + 2 * 1536 * 4 + 8);
   options.offload = Offload::kOptimizer;
   const Plan offloaded = value_or_throw(make_plan(model, options));
   EXPECT_EQ(offloaded.bytes.optimizer, 0u);
-  EXPECT_EQ(offloaded.host_bytes.optimizer, 1536 * (4 + 4 + 4) + kV + kWork);
+  EXPECT_EQ(offloaded.bytes.buckets, plan.bytes.buckets);
+  EXPECT_EQ(offloaded.host_bytes.optimizer, 1536 * (4 + 4 + 4) + kV);
   options.tier = Tier::kFile;
   const Plan in_files = value_or_throw(make_plan(model, options));
-  EXPECT_EQ(in_files.host_bytes.optimizer, 1536 * 4 + kV + kWork);
+  EXPECT_EQ(in_files.host_bytes.optimizer, 1536 * 4 + kV);
   EXPECT_EQ(in_files.file_bytes.optimizer, 2 * 8192u);
   // m once more.
   EXPECT_EQ(in_files.file_bytes.read_per_step, 3 * 8192u);

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "forebay/host_muon.h"
 #include "forebay/kernels.h"
 #include "kernels/cuda/image.h"
 #include "kernels/cuda/launches.h"
@@ -92,6 +93,39 @@ class Cases {
     step_control();
     for (const MomentFormat format : {MomentFormat::kFloat32, MomentFormat::kBfloat16, MomentFormat::kBlock8})
       kept_update(format);
+    for (int n = 0; n < 12; ++n) {
+      muon_momentum(n);
+      muon_update(n);
+    }
+    for (const auto& [rows, columns] :
+         {std::pair<std::size_t, std::size_t>{37, 53}, {1, 300}, {300, 1}, {40, 150}, {0, 3}}) {
+      for (const Values values : kValues) matrix_norm(rows, columns, values);
+    }
+    for (std::size_t rows = 2; rows < 32; ++rows) matrix_norm(rows, 3, Values::kMild);
+    for (const auto& [rows, columns] :
+         {std::pair<std::size_t, std::size_t>{37, 53}, {1, 70}, {70, 1}, {64, 32}}) {
+      for (const Values values : kValues) {
+        for (const bool divides : {false, true}) {
+          matrix_move(rows, columns, divides, false, values);
+          matrix_move(rows, columns, divides, true, values);
+        }
+      }
+    }
+    // One tile and several, inner dimensions of no step, of whole steps and of neither.
+    using cuda_kernels::ProductKind;
+    for (const auto& [rows, depth, columns] : {std::tuple<std::size_t, std::size_t, std::size_t>{37, 53, 70},
+                                               {1, 16, 1},
+                                               {3, 1, 200},
+                                               {130, 33, 131},
+                                               {140, 17, 5},
+                                               {20, 64, 129},
+                                               {5, 2, 3}}) {
+      for (const Values values : kValues) {
+        matrix_product(ProductKind::kGram, rows, depth, rows, values);
+        matrix_product(ProductKind::kPolynomial, rows, rows, rows, values);
+        matrix_product(ProductKind::kStep, rows, rows, columns, values);
+      }
+    }
     return std::move(cases_);
   }
 
@@ -519,6 +553,191 @@ class Cases {
           host_kernels::scalar_kernels().average({master, a.average, type, a.average_weight}, 0, count);
       };
     }
+  }
+
+  // The state of an applied step, or of one that is skipped.
+  static Array state_array(StepState state, bool applied) {
+    state.outcome = applied ? StepOutcome::kApplied : StepOutcome::kSkipped;
+    Array array{Element::kByte, sizeof state, 0, true, {}, false};
+    for (const std::byte b : bytes_of_struct(state))
+      array.values.push_back(std::to_integer<std::uint64_t>(b));
+    return array;
+  }
+
+  void muon_momentum(int n) {
+    const DataType type = kTypes[n % 3];
+    const std::size_t offset = n % 4 == 3 ? 3 : 0, count = n % 5 == 0 ? 5003 : 517;
+    const bool controlled = n % 2 == 1, applied = n % 6 != 5;
+    KernelCase& c = add_case("forebay_muon_momentum", describe({offset, offset}, count), 2);
+    StepState state;
+    state.factor = 0.021f;
+    c.arrays = {read_only(hard(type, count, offset)), read_only(hard(DataType::kFloat32, count, offset)),
+                hard(DataType::kFloat32, count, offset), state_array(state, applied)};
+    const auto arguments = [=](const Pointers& p) {
+      return MuonMomentumArguments{{p.at(0), type, 0.37f}, 0.05f, p.at(1), p.at(2), count};
+    };
+    c.argument = [=](const Pointers& p) {
+      return bytes_of_struct(cuda_kernels::RunLaunch<MuonMomentumArguments>{
+          {arguments(p), controlled ? p.at<StepState>(3) : nullptr}, offset == 0});
+    };
+    c.define = [=](const Pointers& p) {
+      MuonMomentumArguments a = arguments(p);
+      if (!definitions::decided(controlled ? p.at<StepState>(3) : nullptr, a)) return;
+      forebay::muon_momentum(a, BlockRunner(1));
+    };
+  }
+
+  void muon_update(int n) {
+    const DataType type = kTypes[n % 3], parameter = kTypes[n / 3 % 3];
+    const bool is_half = n % 4 == 1, has_parameter = !is_half && n % 4 != 2, has_average = n % 5 < 2;
+    const std::size_t offset = n % 4 == 3 ? 3 : 0, count = n % 5 == 0 ? 5003 : 517;
+    const bool controlled = n % 2 == 1, applied = n % 6 != 5;
+    KernelCase& c = add_case("forebay_muon_update", describe({offset, offset}, count), 2);
+    StepState state;
+    state.factor = 0.021f, state.applied_steps = 12;
+    c.arrays = {read_only(hard(type, count, offset)),
+                read_only(hard(DataType::kFloat32, count, offset)),
+                hard(DataType::kFloat32, count, offset),
+                hard(is_half ? DataType::kBfloat16 : DataType::kFloat32, count, offset),
+                hard(DataType::kFloat32, count, offset),
+                hard(parameter, has_parameter ? count : 0, offset),
+                state_array(state, applied)};
+    const auto arguments = [=](const Pointers& p) {
+      MuonUpdateArguments a;
+      a.gradient = {p.at(0), type, 0.37f};
+      a.a1 = 0.05f, a.u = p.at(1), a.m = p.at(2), a.count = count;
+      a.decay = -1e-3f, a.step = -1e-2f, a.step_number = 3;
+      if (is_half) {
+        a.half = {p.at<std::uint16_t>(3), 0xFFFFFF00u, 0xFEDCBA9876543210u};
+      } else {
+        a.master = p.at(3);
+      }
+      if (has_average) a.average = p.at(4), a.average_weight = 0.125f;
+      if (has_parameter) a.parameter = p.at(5), a.parameter_type = parameter;
+      return a;
+    };
+    c.argument = [=](const Pointers& p) {
+      return bytes_of_struct(cuda_kernels::RunLaunch<MuonUpdateArguments>{
+          {arguments(p), controlled ? p.at<StepState>(6) : nullptr}, offset == 0});
+    };
+    c.define = [=](const Pointers& p) {
+      MuonUpdateArguments a = arguments(p);
+      if (!definitions::decided(controlled ? p.at<StepState>(6) : nullptr, a)) return;
+      forebay::muon_update(a, BlockRunner(1));
+    };
+  }
+
+  // The values of a matrix: any, those about one, and subnormals, of which products are subnormals or zeros.
+  // A definition gives a NaN, and not a certain one.
+  enum class Values { kHard, kMild, kSmall };
+  static constexpr Values kValues[] = {Values::kHard, Values::kMild, Values::kSmall};
+  Array matrix_of(std::size_t count, Values values) {
+    Array array = array_of(Element::kFloat32, count, static_cast<std::size_t>(values), [&] {
+      if (random_() % 16 == 0) return std::uint64_t{0x80000000};
+      if (values == Values::kHard) return hard_value(Element::kFloat32, random_);
+      if (values == Values::kMild) return mild_value(Element::kFloat32, random_);
+      const float value =
+          std::bit_cast<float>(static_cast<std::uint32_t>(mild_value(Element::kFloat32, random_)));
+      return static_cast<std::uint64_t>(
+          std::bit_cast<std::uint32_t>(std::ldexp(value, random_() % 2 == 0 ? -75 : -130)));
+    });
+    array.any_nan = true;
+    return array;
+  }
+
+  // Both kernels of the norm.
+  void matrix_norm(std::size_t rows, std::size_t columns, Values values) {
+    for (const bool is_tree : {false, true}) {
+      KernelCase& c = add_case(is_tree ? "forebay_matrix_norm" : "forebay_matrix_squares",
+                               std::to_string(rows) + " x " + std::to_string(columns), is_tree ? 1 : 3);
+      Array sums = array_of(Element::kFloat64, rows, 0, [&] {
+        return is_tree ? mild_value(Element::kFloat64, random_) & ~(1ull << 63) : 0;
+      });
+      sums.any_nan = true;
+      c.arrays = {read_only(matrix_of(rows * columns, values)), sums, hard(DataType::kFloat32, 1, 0)};
+      const auto launch = [=](const Pointers& p) {
+        return cuda_kernels::MatrixNormLaunch{p.at(0), p.at<double>(1), p.at(2), rows, columns, nullptr};
+      };
+      c.argument = [=](const Pointers& p) { return bytes_of_struct(launch(p)); };
+      c.define = [=](const Pointers& p) {
+        const cuda_kernels::MatrixNormLaunch a = launch(p);
+        double sum = 0.0;
+        for (std::size_t i = 0; i < rows; ++i) {
+          if (!is_tree) {
+            double lanes[definitions::kNormLanes] = {};
+            for (std::size_t j = 0; j < columns; ++j) {
+              double& lane = lanes[j % definitions::kNormLanes];
+              lane = definitions::norm_step(lane, a.matrix[i * columns + j]);
+            }
+            a.sums[i] = definitions::norm_fold(lanes, definitions::kNormLanes);
+          }
+          sum = sum + a.sums[i];
+        }
+        if (is_tree) *a.divisor = definitions::matrix_divisor(sum);
+      };
+    }
+  }
+
+  void matrix_move(std::size_t rows, std::size_t columns, bool divides, bool turned, Values values) {
+    KernelCase& c = add_case("forebay_matrix_move",
+                             std::to_string(rows) + " x " + std::to_string(columns) +
+                                 (divides ? ", divided" : "") + (turned ? ", turned" : ""),
+                             2);
+    c.arrays = {read_only(matrix_of(rows * columns, values)), matrix_of(rows * columns, values),
+                matrix_of(1, values)};
+    const auto launch = [=](const Pointers& p) {
+      return cuda_kernels::MatrixMoveLaunch{p.at(0), p.at(1), divides ? p.at(2) : nullptr, rows, columns,
+                                            turned,  nullptr};
+    };
+    c.argument = [=](const Pointers& p) { return bytes_of_struct(launch(p)); };
+    c.define = [=](const Pointers& p) {
+      for (std::size_t i = 0; i < rows; ++i) {
+        for (std::size_t j = 0; j < columns; ++j) {
+          const float value = p.at(0)[i * columns + j];
+          p.at(1)[turned ? j * rows + i : i * columns + j] = divides ? value / *p.at(2) : value + 0.0f;
+        }
+      }
+    };
+  }
+
+  // A matrix that is symmetric stays so, bit for bit.
+  void matrix_product(cuda_kernels::ProductKind kind, std::size_t rows, std::size_t depth,
+                      std::size_t columns, Values values) {
+    using cuda_kernels::ProductKind;
+    const char* const name = kind == ProductKind::kGram         ? "forebay_matrix_gram"
+                             : kind == ProductKind::kPolynomial ? "forebay_matrix_polynomial"
+                                                                : "forebay_matrix_step";
+    KernelCase& c = add_case(
+        name, std::to_string(rows) + " x " + std::to_string(depth) + " x " + std::to_string(columns), 2);
+    Array a = matrix_of(rows * depth, values);
+    for (std::size_t i = 0; i < rows && kind == ProductKind::kPolynomial; ++i) {
+      for (std::size_t j = 0; j < i; ++j) a.values[i * rows + j] = a.values[j * rows + i];
+    }
+    c.arrays = {read_only(std::move(a)), read_only(matrix_of(depth * columns, values)),
+                matrix_of(rows * columns, values)};
+    const auto launch = [=](const Pointers& p) {
+      return cuda_kernels::MatrixProductLaunch{p.at(0), p.at(1), p.at(2), rows, depth, columns, nullptr};
+    };
+    c.argument = [=](const Pointers& p) { return bytes_of_struct(launch(p)); };
+    c.define = [=](const Pointers& p) {
+      const cuda_kernels::MatrixProductLaunch m = launch(p);
+      for (std::size_t i = 0; i < rows; ++i) {
+        for (std::size_t j = 0; j < columns; ++j) {
+          float sum = 0.0f;
+          for (std::size_t t = 0; t < depth; ++t) {
+            const float b = kind == ProductKind::kGram         ? m.a[j * depth + t]
+                            : kind == ProductKind::kPolynomial ? m.a[t * columns + j]
+                                                               : m.b[t * columns + j];
+            sum = definitions::product_step(sum, m.a[i * depth + t], b);
+          }
+          if (kind == ProductKind::kPolynomial)
+            sum = definitions::combine_element(kMuonC, sum, kMuonB, m.a[i * columns + j]);
+          if (kind == ProductKind::kStep)
+            sum = definitions::combine_element(kMuonA, m.b[i * columns + j], 1.0f, sum);
+          m.c[i * columns + j] = sum;
+        }
+      }
+    };
   }
 
   std::mt19937_64 random_;

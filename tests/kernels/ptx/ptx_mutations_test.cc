@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <regex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "tests/fakes/cuda/ptx/parser.h"
@@ -51,6 +52,19 @@ constexpr Mutation kForebay[] = {
     {"a register that nobody writes", "forebay_accumulate_fp16", R"(cvt\.rn\.f32\.u16\s+[^;]*;)", 5, ""},
     {"no barrier after the greatest of each thread", "forebay_kept_update_block8", R"(bar\.sync\s+0;)", 0,
      ""},
+    {"a step of a chain rounded twice", "forebay_matrix_gram",
+     R"(fma\.rn\.f32\s+(%\w+), (%\w+), (%\w+), (%\w+);)", 40,
+     "{ .reg .b32 t; mul.rn.f32 t, $2, $3; add.rn.f32 $1, t, $4; }"},
+    {"a step of a chain left out", "forebay_matrix_polynomial",
+     R"(fma\.rn\.f32\s+(%\w+), (%\w+), (%\w+), (%\w+);)", 3, "mov.b32 $1, $4;"},
+    {"no barrier after a tile is loaded", "forebay_matrix_step", R"(bar\.sync\s+0;)", 0, ""},
+    {"no barrier before the next tile", "forebay_matrix_gram", R"(bar\.sync\s+0;)", kLast, ""},
+    {"a square rounded before it is added", "forebay_matrix_squares",
+     R"(mul\.rn\.f64\s+(%\w+), (%\w+), (%\w+);)", kLast,
+     "{ .reg .f32 t; mul.rn.f64 $1, $2, $3; cvt.rn.f32.f64 t, $1; cvt.f64.f32 $1, t; }"},
+    {"a divisor rounded down", "forebay_matrix_norm", R"(cvt\.rn\.f32\.f64)", 0, "cvt.rm.f32.f64"},
+    {"a negative zero that stays", "forebay_matrix_move", R"(add\.rn\.f32\s+(%\w+), (%\w+), [^;]*;)", 0,
+     "mov.b32 $1, $2;"},
     {"a wide load off its alignment", "forebay_add_bf16",
      R"((ld\.global\.cs\.v4\.u32\s+\{[^}]*\}, \[%\w+)\])", 0, "$1+4]"},
 };
@@ -86,14 +100,31 @@ std::string mutated(const std::string& text, const Mutation& mutation) {
   return text.substr(0, place) + replaced + text.substr(place + static_cast<std::size_t>(match.length()));
 }
 
+// The text with the first two steps of every chain of a product exchanged: their operands are the first eight
+// wide loads from shared memory.
+std::string with_exchanged_steps(std::string text, const std::string& kernel) {
+  constexpr std::size_t kLoadsOfAStep = 4;
+  std::size_t at = text.find(".entry " + kernel + "(");
+  std::vector<std::pair<std::size_t, std::string>> addresses;
+  while (addresses.size() < 2 * kLoadsOfAStep) {
+    at = text.find("[", text.find("ld.shared.v4", at));
+    if (at == std::string::npos) return {};
+    addresses.emplace_back(at, text.substr(at, text.find(']', at) + 1 - at));
+  }
+  for (std::size_t i = addresses.size(); i-- > 0;) {
+    const std::size_t other = i < kLoadsOfAStep ? i + kLoadsOfAStep : i - kLoadsOfAStep;
+    text.replace(addresses[i].first, addresses[i].second.size(), addresses[other].second);
+  }
+  return text;
+}
+
 // Why the mutation is caught; empty when it is not.
-std::string caught_by(const ptx::Module& module, const Mutation& mutation,
+std::string caught_by(const ptx::Module& module, const std::string& kernel,
                       const std::vector<KernelCase>& cases) {
   for (const KernelCase& wanted : cases) {
-    if (wanted.kernel != mutation.kernel) continue;
+    if (wanted.kernel != kernel) continue;
     try {
-      const Comparison compared =
-          compare(wanted, module.kernels.at(wanted.kernel), kMostInstructionsOfAMutant);
+      const Comparison compared = compare(wanted, module.kernels.at(kernel), kMostInstructionsOfAMutant);
       if (compared.differences != 0) return compared.first_difference;
     } catch (const ptx::Fault& fault) {
       return fault.what();
@@ -117,7 +148,7 @@ void expect_all_caught(const std::string& text, const std::vector<KernelCase>& c
     // A mutation that is refused by its form would show nothing.
     ptx::Module module;
     ASSERT_NO_THROW(module = ptx::parse(changed)) << mutation.defect;
-    const std::string reason = caught_by(module, mutation, cases);
+    const std::string reason = caught_by(module, mutation.kernel, cases);
     EXPECT_FALSE(reason.empty()) << mutation.defect << " in " << mutation.kernel << " was not caught";
     if (reason.empty()) continue;
     ++tally->caught;
@@ -135,6 +166,20 @@ TEST(PtxMutations, AreAllCaught) {
   expect_all_caught(sample, gpt_cases(seed), kSample, std::size(kSample), &tally);
   std::printf("%d of %d mutations caught\n", tally.caught, tally.mutations);
   EXPECT_GE(tally.mutations, 20);
+}
+
+TEST(PtxMutations, AnotherOrderOfAChainIsCaught) {
+  const std::string forebay = forebay_ptx();
+  if (forebay.empty()) GTEST_SKIP() << "nvcc was not found when this was built, so there is no PTX to change";
+  const std::vector<KernelCase> cases = forebay_cases(kernel_test::test_seed());
+  for (const char* const kernel :
+       {"forebay_matrix_gram", "forebay_matrix_polynomial", "forebay_matrix_step"}) {
+    const std::string changed = with_exchanged_steps(forebay, kernel);
+    ASSERT_FALSE(changed.empty()) << kernel;
+    const std::string reason = caught_by(ptx::parse(changed), kernel, cases);
+    EXPECT_NE(reason.find("the definition gives"), std::string::npos) << kernel << ": " << reason;
+    std::printf("%s\n", reason.c_str());
+  }
 }
 
 }  // namespace

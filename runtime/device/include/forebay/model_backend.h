@@ -64,6 +64,8 @@ class ModelTiming {
   // A kernel that reads and writes `bytes` in all and computes little, such as those of Kernels. `name` has
   // static storage.
   virtual ModelWork kernel(const char* name, std::uint64_t bytes) const = 0;
+  // A kernel that is the product of an m x k and a k x n matrix in fp32, `count` times, without tensor cores.
+  virtual ModelWork fp32_products(const char* name, double m, double n, double k, double count) const = 0;
   // The host's time to queue one kernel, copy or fill.
   virtual std::chrono::nanoseconds queue_time() const { return std::chrono::nanoseconds(0); }
 };

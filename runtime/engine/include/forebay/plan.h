@@ -127,7 +127,7 @@ struct PoolBytes {
   // change it.
   std::uint64_t gathered = 0;
   // Staging of collectives. The model's size changes it only by the few bytes of each unit's norm. Muon: also
-  // twice the largest unit in fp32.
+  // twice the largest unit in fp32, and the scratch that a matrix is orthogonalised with.
   std::uint64_t buckets = 0;
   // Declared by the trainer.
   std::uint64_t activations = 0;
@@ -145,8 +145,7 @@ struct PoolBytes {
 struct HostBytes {
   // Master, m and v: 12 bytes for each offloaded element that this rank updates, and less where
   // ShardingOptions::moments or master_weights keep them in fewer. Tier kFile: none. Adafactor: the factors
-  // and sums of offloaded units are here in both tiers. Muon: so are v and the updates of matrices; and the
-  // memory that a matrix is orthogonalised in, with offload or without.
+  // and sums of offloaded units are here in both tiers. Muon: so are v and the updates of matrices.
   std::uint64_t optimizer = 0;
   // Gradients that wait for the update of their unit, in the gradient type. With K > 1 (Accumulate::kShard,
   // stages 1 to 3) micro-steps add up here, in fp32. Where parameters stay on the device, an updated 2-byte
@@ -295,7 +294,7 @@ enum class Role : std::uint8_t {
   kSquares,       // Adafactor: two sums of each trainable parameter, of this rank and then of all ranks.
   kHostSquares,   // The same on the host.
   kMatrices,    // Muon: momentum of all ranks, and then the orthogonalised matrices of this rank, of a unit.
-  kMatrixWork,  // Muon: one matrix on the host, and the scratch of orthogonalise().
+  kMatrixWork,  // Muon: the scratch of an orthogonalisation.
 };
 
 // A run of bytes in one pool. The placements of a pool follow each other without gaps, in the order of the

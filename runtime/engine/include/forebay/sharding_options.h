@@ -66,7 +66,7 @@ struct ShardingOptions {
   // m for matrices, and v too for other parameters.
   Optimizer optimizer = Optimizer::kAdamW;
   // Muon: steps of matrices have the size of AdamW's, so its learning rates fit. False: the original factor
-  // (host_muon.h).
+  // (muon.h).
   bool muon_matches_rms = false;
   // How m and v are kept between steps, on the device, on the host and in files. Formats narrower than fp32
   // are rounded by dithering (moments.h). Each format gives its own result.

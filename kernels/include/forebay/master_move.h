@@ -1,10 +1,10 @@
-// The move of masters by an update that is not one of single elements: host_adafactor.h, host_muon.h.
+// The move of masters by an update that is not one of single elements: host_adafactor.h, muon.h.
 #pragma once
 
 #include <cstdint>
 
 #include "forebay/data_type.h"
-#include "forebay/kernels.h"
+#include "forebay/moments.h"
 
 namespace forebay {
 
