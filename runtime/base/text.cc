@@ -124,6 +124,26 @@ bool is_nested_deeper(std::string_view json, int depth_max) {
   return false;
 }
 
+std::optional<std::string> repeated_name(std::string_view json, std::size_t size) {
+  std::vector<std::string_view> names;
+  int depth = 0;
+  for (std::size_t i = 0; i < json.size(); ++i) {
+    const char letter = json[i];
+    if (letter == '[' || letter == '{') ++depth;
+    if (letter == ']' || letter == '}') --depth;
+    if (letter != '"') continue;
+    const std::size_t begin = ++i;
+    while (i < json.size() && json[i] != '"') i += json[i] == '\\' ? 2 : 1;
+    const std::size_t next = json.find_first_not_of(" \t\r\n", i + 1);
+    if (depth == 1 && next != std::string_view::npos && json[next] == ':')
+      names.push_back(json.substr(begin, i - begin));
+  }
+  if (names.size() == size) return std::nullopt;
+  std::sort(names.begin(), names.end());
+  const auto found = std::adjacent_find(names.begin(), names.end());
+  return found == names.end() ? "a name" : std::string(*found);
+}
+
 std::string nearest_name(std::string_view word, Span<const std::string> names) {
   std::string nearest;
   std::size_t least = std::max<std::size_t>(1, word.size() / 3) + 1;

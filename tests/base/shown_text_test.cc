@@ -20,6 +20,13 @@ TEST(ShownText, SpellsOutWhatATerminalWouldObey) {
   EXPECT_EQ(shown_text("C:\\n"), "C:\\n");
 }
 
+TEST(RepeatedName, IsFoundInTheOutermostObjectAlone) {
+  EXPECT_EQ(repeated_name(R"({"a": {"x": 1, "x": 2}, "b" : ["a", "b"], "c": "a\"b"})", 3), std::nullopt);
+  EXPECT_EQ(repeated_name(R"({"a": 1, "b": "a", "a": 2})", 2), "a");
+  EXPECT_EQ(repeated_name(R"({"a": 1, "\u0061": 2})", 1), "a name");
+  EXPECT_EQ(repeated_name("{}", 0), std::nullopt);
+}
+
 TEST(ShownText, SpellsOutBytesThatAreNoText) {
   EXPECT_EQ(shown_text("\xFF(\xC3("), "\\xff(\\xc3(");
   EXPECT_EQ(shown_text("cut \xE2\x82"), "cut \\xe2\\x82");

@@ -96,15 +96,12 @@ class Safetensors : public TensorSource {
     if (length > std::min(file.bytes() - sizeof(length), kMostHeaderBytes))
       refuse_import(file.path(), "its header is too long");
     const std::uint64_t data_at = sizeof(length) + length;
-    // A parsed object has the last one of two entries of a name.
-    std::set<std::string> names;
-    const auto note_name = [&](int depth, Json::parse_event_t event, Json& value) {
-      if (depth == 1 && event == Json::parse_event_t::key && !names.insert(value.get<std::string>()).second)
-        refuse_import(file.path(), "it has " + shown_value(value.get<std::string>()) + " twice");
-      return true;
-    };
     try {
-      const Json header = Json::parse(json_text(file, sizeof(length), length), note_name);
+      const std::string text = json_text(file, sizeof(length), length);
+      const Json header = Json::parse(text);
+      // A parsed object has the last one of two entries of a name.
+      if (const auto name = header.is_object() ? repeated_name(text, header.size()) : std::nullopt)
+        refuse_import(file.path(), "it has " + shown_value(*name) + " twice");
       for (const auto& [name, entry] : header.items()) {
         if (name != "__metadata__") add_tensor(file, number, data_at, name, entry);
       }

@@ -210,6 +210,16 @@ void SavedState::check_files() {
   for (std::size_t file = 0; file < list_.size(); ++file) open(file);
 }
 
+void SavedState::check_tensor_index() const {
+  if (format_ == kOldFormat) return;
+  TensorIndex expected;
+  for (const File& file : list_) expected.add(StateFileIndex(files_.open(file.name)), file.name);
+  const std::string path = files_.path() + "/" + TensorIndex::kName;
+  if (!files_.has(TensorIndex::kName)) corrupt(path, "it is not there");
+  if (files_.read(TensorIndex::kName, kMostIndexBytes) != expected.text())
+    corrupt(path, "it does not name the tensors of the files");
+}
+
 bool SavedState::has(const std::string& parameter, const std::string& field) const {
   const auto found = tensors_.find(parameter);
   const int number = field_number(field);

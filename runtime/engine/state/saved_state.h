@@ -61,6 +61,8 @@ class SavedState {
              const std::function<void(std::span<const float>)>& visit);
   // Checks that all files are there, with their headers and checksums.
   void check_files();
+  // Checks the index for other tools against the files.
+  void check_tensor_index() const;
   // Bytes of values, headers and checksums that were read so far.
   std::uint64_t bytes_read() const { return bytes_read_; }
 

@@ -181,6 +181,7 @@ void SavedStateReader::read(const SavedParameter& parameter, SavedField field,
 
 void SavedStateReader::verify(const std::function<void(std::uint64_t, std::uint64_t)>& progress) {
   impl_->state.check_files();
+  impl_->state.check_tensor_index();
   std::uint64_t all = 0;
   for (const SavedParameter& parameter : impl_->facts.parameters) all += parameter.bytes();
   std::uint64_t done = 0;

@@ -27,9 +27,9 @@ using Json = nlohmann::json;
 
 constexpr std::uint64_t kFormat = 2;
 constexpr std::string_view kTemporaryPrefix = ".saving-";
+constexpr std::string_view kRemovedPrefix = ".removing-";
 constexpr const char* kLatest = "latest";
 constexpr const char* kNextLatest = ".latest";
-constexpr const char* kTensorIndex = "state.safetensors.index.json";
 constexpr std::uint64_t kMostLatestBytes = 64;
 
 // In the header of a rank's file.
@@ -65,12 +65,22 @@ std::string dump(const auto& json, int indent) {
   }
 }
 
-// Removes the temporary directories of killed runs.
+// Removes what killed runs began to write or to remove.
 void remove_unfinished(const StateDirectory& directory) {
   for (const std::string& name : directory.names()) {
-    if (name.starts_with(kTemporaryPrefix) && is_state_name(name.substr(kTemporaryPrefix.size())))
-      directory.remove(name);
+    for (const std::string_view prefix : {kTemporaryPrefix, kRemovedPrefix}) {
+      if (name.starts_with(prefix) && is_state_name(name.substr(prefix.size()))) directory.remove(name);
+    }
   }
+}
+
+// No state has its name and a part of its files, at any moment.
+void remove_state(const StateDirectory& directory, const std::string& name) {
+  if (!directory.has(name)) return;
+  const std::string removed = std::string(kRemovedPrefix) + name;
+  directory.remove(removed);
+  directory.rename(name, removed);
+  directory.remove(removed);
 }
 
 // Keeps `newest` and the states of the steps before it, `keep` in all. States of later steps are those of a
@@ -84,7 +94,7 @@ void remove_all_but(const StateDirectory& directory, const std::string& newest, 
     if (is_earlier && kept < keep) {
       ++kept;
     } else {
-      directory.remove(name);
+      remove_state(directory, name);
     }
   }
 }
@@ -438,12 +448,10 @@ Json PlaceList::json() const {
   return list;
 }
 
-// The text of the index for other tools.
-void add_files(const StateDirectory& temporary, Json& manifest, Json& tensor_index) {
+TensorIndex add_files(const StateDirectory& temporary, Json& manifest) {
   PlaceList places;
+  TensorIndex tensors;
   manifest["files"] = Json::array();
-  Json weight_map = Json::object();
-  std::uint64_t bytes = 0;
   const int ranks = manifest.at("ranks").get<int>();
   for (int r = 0; r < ranks; ++r) {
     const std::string name = state_file_name(r, ranks);
@@ -454,17 +462,25 @@ void add_files(const StateDirectory& temporary, Json& manifest, Json& tensor_ind
                                  {"blocks", index.checksums.size()},
                                  {"index_checksum", index.checksum}});
     places.add(file, index, static_cast<std::size_t>(r));
-    for (const auto& [tensor, facts] : index.header.items()) {
-      if (tensor != kMetadata && tensor != kChecksums) weight_map[tensor] = name;
-    }
-    bytes += index.bytes - index.data_at - index.checksums.size() * sizeof(std::uint64_t);
+    tensors.add(index, name);
   }
   places.check();
   manifest["parameters"] = places.json();
-  tensor_index = {{"metadata", {{"total_size", bytes}}}, {"weight_map", weight_map}};
+  return tensors;
 }
 
 }  // namespace
+
+void TensorIndex::add(const StateFileIndex& index, const std::string& file) {
+  for (const auto& [tensor, facts] : index.header.items()) {
+    if (tensor != kMetadata && tensor != kChecksums) weight_map_[tensor] = file;
+  }
+  bytes_ += index.bytes - index.data_at - index.checksums.size() * sizeof(std::uint64_t);
+}
+
+std::string TensorIndex::text() const {
+  return dump(Json{{"metadata", {{"total_size", bytes_}}}, {"weight_map", weight_map_}}, 2) + "\n";
+}
 
 void publish_state(const StateDirectory& directory, const std::string& name, Json manifest, int keep) {
   std::string superseded;
@@ -475,15 +491,14 @@ void publish_state(const StateDirectory& directory, const std::string& name, Jso
   }
   const std::string target = superseded == name ? name + std::string(kAgain) : name;
   const StateDirectory temporary = directory.subdirectory(temporary_state(name));
-  Json tensor_index;
   manifest["format"] = kFormat;
-  add_files(temporary, manifest, tensor_index);
+  const TensorIndex tensors = add_files(temporary, manifest);
   const std::string text = dump(manifest, -1);
-  temporary.write_synced(kTensorIndex, dump(tensor_index, 2) + "\n");
+  temporary.write_synced(TensorIndex::kName, tensors.text());
   temporary.write_synced(
       kManifest, dump(Json{{"checksum", checksum_of(text.data(), text.size())}, {"manifest", text}}, 1));
   temporary.sync();
-  directory.remove(target);  // A state that nothing names.
+  remove_state(directory, target);  // Nothing names it.
   directory.rename(temporary_state(name), target);
   directory.sync();
   directory.write_synced(kNextLatest, target + "\n");
@@ -493,7 +508,7 @@ void publish_state(const StateDirectory& directory, const std::string& name, Jso
   if (keep > 1) {
     remove_all_but(directory, target, keep);
   } else if (!superseded.empty()) {
-    directory.remove(superseded);
+    remove_state(directory, superseded);
   }
 }
 

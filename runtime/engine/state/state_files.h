@@ -125,6 +125,19 @@ struct StateFileIndex {
   std::uint64_t checksum = 0;  // XXH3-64 of the header and the checksums.
 };
 
+// The index for other tools: the file of each tensor, as Hugging Face writes it.
+class TensorIndex {
+ public:
+  static constexpr const char* kName = "state.safetensors.index.json";
+
+  void add(const StateFileIndex& index, const std::string& file);
+  std::string text() const;
+
+ private:
+  nlohmann::json weight_map_ = nlohmann::json::object();
+  std::uint64_t bytes_ = 0;
+};
+
 // Errors: throws kInvalidArgument if a manifest that has this text is not UTF-8.
 void check_text(const std::string& trainer_state);
 

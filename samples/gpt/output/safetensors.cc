@@ -6,7 +6,6 @@
 #include <filesystem>
 #include <limits>
 #include <nlohmann/json.hpp>
-#include <set>
 #include <utility>
 
 #include "forebay/error.h"
@@ -91,18 +90,10 @@ void SafetensorsReader::corrupt(const std::string& found) const {
 void SafetensorsReader::parse_header(const std::string& header, std::uint64_t data_bytes) {
   if (is_nested_deeper(header, kHeaderDepthMax))
     corrupt("its header is nested deeper than " + std::to_string(kHeaderDepthMax) + " levels");
-  std::set<std::string> names;
-  std::string repeated;
-  const auto note_names = [&](int depth, Json::parse_event_t event, Json& value) {
-    if (depth == 1 && event == Json::parse_event_t::key) {
-      const std::string name = value.get<std::string>();
-      if (!names.insert(name).second) repeated = name;
-    }
-    return true;
-  };
-  const Json root = Json::parse(header, note_names, /*allow_exceptions=*/false);
+  const Json root = Json::parse(header, /*callback=*/nullptr, /*allow_exceptions=*/false);
   if (!root.is_object()) corrupt("its header is not a JSON object");
-  if (!repeated.empty()) corrupt("its header names " + shown_value(repeated) + " twice");
+  if (const auto name = repeated_name(header, root.size()))
+    corrupt("its header names " + shown_value(*name) + " twice");
 
   for (const auto& item : root.items()) {
     const std::string& name = item.key();

@@ -290,7 +290,7 @@ TEST_F(StateCommand, KeepsAsManyStatesAsWereAskedFor) {
 // A changed byte anywhere is noticed, and an export of it leaves no file.
 TEST_F(StateCommand, VerifyFindsEveryChangedByte) {
   save();
-  for (const char* name : {"rank-1-of-3.safetensors", "manifest.json"}) {
+  for (const char* name : {"rank-1-of-3.safetensors", "manifest.json", "state.safetensors.index.json"}) {
     const std::string path = directory_ + "/step-000000000000/" + name;
     const std::uint64_t bytes = fs::file_size(path);
     for (std::uint64_t at = 0; at < bytes; at += std::max<std::uint64_t>(bytes / 7, 1)) {
@@ -300,6 +300,11 @@ TEST_F(StateCommand, VerifyFindsEveryChangedByte) {
       flip(path, at);
     }
   }
+  const std::string index = directory_ + "/step-000000000000/state.safetensors.index.json";
+  fs::rename(index, root_ + "/index");
+  EXPECT_EQ(command("verify " + directory_), 1) << out_;
+  EXPECT_NE(err_.find("index.json is damaged: it is not there"), std::string::npos) << err_;
+  fs::rename(root_ + "/index", index);
   EXPECT_EQ(command("verify " + directory_), 0) << err_;
 
   const std::string first = directory_ + "/step-000000000000/rank-0-of-3.safetensors";
@@ -378,6 +383,37 @@ TEST_F(StateCommand, ImportsSafetensorsAsAStateThatAnEngineLoads) {
   std::string twice = whole;
   twice.replace(twice.find("\"bias\""), 6, "\"wte\" ");
   refused(twice, "it has wte twice");
+}
+
+// Checkpoints with an expert for each tensor have as many. A quadratic reader takes minutes.
+TEST_F(StateCommand, ImportsManyTensorsInLinearTime) {
+  constexpr int kTensors = 60'000;
+  std::string header = "{";
+  for (int i = 0; i < kTensors; ++i) {
+    header += (i == 0 ? "" : ",") + ("\"t" + std::to_string(i)) + "\":{\"dtype\":\"F32\",\"shape\":[1]," +
+              "\"data_offsets\":[" + std::to_string(4 * i) + "," + std::to_string(4 * i + 4) + "]}";
+  }
+  header += "}";
+  const std::uint64_t length = header.size();
+  std::ofstream(root_ + "/many.safetensors", std::ios::binary)
+      << std::string(reinterpret_cast<const char*>(&length), sizeof length) << header
+      << std::string(4 * kTensors, '\0');
+
+  EXPECT_EQ(command("import " + root_ + "/many --from " + root_ + "/many.safetensors"), 0) << err_;
+  EXPECT_EQ(SavedStateReader(root_ + "/many").facts().parameters.size(), std::size_t{kTensors});
+}
+
+TEST_F(StateCommand, AStateOfAStepWithTooManyDigitsIsRefused) {
+  SavedStateFacts facts;
+  facts.attempted_steps = 1'000'000'000'000;
+  facts.parameters = {{.name = "w", .count = 1}};
+  try {
+    SavedStateWriter writer(root_ + "/late", facts);
+    ADD_FAILURE() << "not refused";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), StatusCode::kInvalidArgument);
+    EXPECT_NE(std::string(error.what()).find("999999999999 at most"), std::string::npos) << error.what();
+  }
 }
 
 TEST_F(StateCommand, RefusesAnIndexOfTensorsThatItsFilesDoNotHave) {

@@ -438,6 +438,10 @@ void SavedStateFiles::survive_kills(int kills) {
         std::chrono::microseconds(std::uniform_int_distribution<int>(0, 3000)(random)));
     saver.kill();
     while (saver.next(step)) least = step;
+    for (const auto& entry : std::filesystem::directory_iterator(directory_)) {
+      if (entry.path().filename().string().starts_with("step-"))
+        EXPECT_TRUE(std::filesystem::exists(entry.path() / "manifest.json")) << entry.path();
+    }
     if (least == 0) continue;
     const Status status = verdict([&] { EXPECT_GE(load(directory_), least); });
     ASSERT_TRUE(status.ok()) << "kill " << i << ": " << status.to_string();

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 
@@ -36,6 +37,13 @@ bool is_invisible(std::uint32_t character);
 // Whether brackets are nested deeper than `depth_max` in a JSON text. Values that are nested without end use
 // up the stack when they are shown.
 bool is_nested_deeper(std::string_view json, int depth_max);
+
+// A name that the outermost object of a JSON text has twice, as it is written there; nothing if there is
+// none. `size`: how many members the parsed object has, so that names that are written in two ways count as
+// one.
+//
+// Requires: `json` was parsed. Cost: n log n.
+std::optional<std::string> repeated_name(std::string_view json, std::size_t size);
 
 // The name that a mistyped `word` most likely means, for "did you mean": the one with the fewest letters to
 // add, drop, replace or swap. Empty when more than a third of the letters differ.
