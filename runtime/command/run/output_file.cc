@@ -117,13 +117,13 @@ Status check_run_file(const std::string& option, const std::string& path, std::s
   if (const std::string problem = directory_problem(directory); !problem.empty()) {
     return refusal(option, path, problem);
   }
-  const std::string partial = place_of(path) + ".partial";
-  const int file = ::open(partial.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC | O_NONBLOCK, kFileMode);
+  std::string tried = place_of(path) + ".XXXXXX";
+  const int file = ::mkostemp(tried.data(), O_CLOEXEC);
   if (file < 0) {
     return refusal(option, path, std::string(std::strerror(errno)) + "; name a place that can be written to");
   }
   ::close(file);
-  (void)::unlink(partial.c_str());
+  (void)::unlink(tried.c_str());
   return {};
 }
 

@@ -125,6 +125,10 @@ TEST(CompareCommand, RefusesFilesThatItWouldSpoil) {
   EXPECT_EQ(linked.exit_code, 2) << linked.output;
   EXPECT_NE(linked.output.find("link to a file that does not exist"), std::string::npos) << linked.output;
   EXPECT_TRUE(std::filesystem::is_symlink(link));
+  // Anyone who may write to the directory could have laid it there.
+  std::filesystem::create_symlink(directory / "nothing", file + ".partial");
+  compare({"--csv", file});
+  EXPECT_FALSE(std::filesystem::exists(directory / "nothing"));
 }
 
 TEST(CompareCommand, APipeThatNobodyReadsIsAnError) {
