@@ -34,12 +34,14 @@ Status mismatch(int rank, const Fingerprint& fingerprint, int other_rank, const 
 }
 
 std::string rank_list(const std::vector<int>& ranks) {
+  constexpr std::size_t kShownMax = 32;
   std::string text = ranks.size() == 1 ? "rank " : "ranks ";
-  for (std::size_t i = 0; i < ranks.size(); ++i) {
+  const std::size_t shown = ranks.size() <= kShownMax ? ranks.size() : kShownMax;
+  for (std::size_t i = 0; i < shown; ++i) {
     if (i > 0) text += i + 1 == ranks.size() ? " and " : ", ";
     text += std::to_string(ranks[i]);
   }
-  return text;
+  return shown == ranks.size() ? text : text + " and " + std::to_string(ranks.size() - shown) + " more";
 }
 
 std::string encode_failure(const Status& cause) {

@@ -79,6 +79,10 @@ Status read_names(const Variables& variables, const Names& names, LaunchEnvironm
   FOREBAY_RETURN_IF_ERROR(read_number(variables, names.rank, &environment->rank));
   FOREBAY_RETURN_IF_ERROR(read_number(variables, names.size, &environment->size));
   if (environment->size == 0) return invalid_argument(names.size, " is 0; a run needs at least one rank");
+  constexpr int kRanksMax = 100'000;  // The first rank writes some bytes for each into the store.
+  if (environment->size > kRanksMax)
+    return invalid_argument(names.size, " is ", environment->size, "; a run has at most ", kRanksMax,
+                            " ranks");
   FOREBAY_RETURN_IF_ERROR(check_range(names.rank, environment->rank, environment->size, names.size));
 
   const bool has_local_size = names.local_size != nullptr && has(variables, names.local_size);

@@ -240,6 +240,8 @@ TEST(LaunchEnvironment, SaysWhichVariableIsWrong) {
         {"MASTER_ADDR", "node1"},
         {"FOREBAY_STORE_PORT", "65536"}},
        "FOREBAY_STORE_PORT is 65536"},
+      {{{"FOREBAY_RANK", "0"}, {"FOREBAY_SIZE", "100001"}, {"FOREBAY_STORE", "/tmp/x"}},
+       "a run has at most 100000 ranks"},
       {{{"OMPI_COMM_WORLD_RANK", "0"}}, "OMPI_COMM_WORLD_SIZE is not"},
       {{{"PMIX_RANK", "0"}}, "set FOREBAY_SIZE"},
       {{{"PMI_RANK", "0"}, {"PMI_SIZE", "2"}, {"MPI_LOCALRANKID", "0"}, {"MPI_LOCALNRANKS", "2"}},
