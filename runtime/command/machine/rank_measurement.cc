@@ -22,6 +22,7 @@
 #include "forebay/gloo_communicator.h"
 #include "forebay/host_backend.h"
 #include "forebay/kernels.h"
+#include "forebay/log.h"
 #include "forebay/pinned_pool.h"
 #include "forebay/shm_communicator.h"
 #include "runtime/command/machine/measured_update.h"
@@ -197,7 +198,17 @@ class RankBench {
     const double adding = static_cast<double>((size + 1) * kLargeBytes) / kernel_bytes_per_second;
     const double spent = mean(processor_seconds() - before) - rounds * adding;
     const double moved = 2 * static_cast<double>(kLargeBytes) * peers;
-    return {.bytes_per_second = moved / std::max(large - small - adding, 1e-9),
+    // On a busy machine small collectives may take longer than large ones.
+    const double carrying = std::max(large - small - adding, large / 2);
+    if (carrying > large - small - adding && communicator_.rank() == 0) {
+      log(LogLevel::kWarning,
+          "the link's bandwidth is a guess: collectives of %llu KiB take %.3g ms, and of %llu KiB %.3g ms; "
+          "is the "
+          "machine busy? Measure again with more --seconds",
+          static_cast<unsigned long long>(kSmallBytes >> 10), small * 1e3,
+          static_cast<unsigned long long>(kLargeBytes >> 10), large * 1e3);
+    }
+    return {.bytes_per_second = moved / carrying,
             .latency_seconds = small / (2 * peers),
             .processor_seconds_per_byte = std::max(spent, 0.0) / (rounds * moved)};
   }
