@@ -117,13 +117,19 @@ Status check_run_file(const std::string& option, const std::string& path, std::s
   if (const std::string problem = directory_problem(directory); !problem.empty()) {
     return refusal(option, path, problem);
   }
-  std::string tried = place_of(path) + ".XXXXXX";
-  const int file = ::mkostemp(tried.data(), O_CLOEXEC);
+  // As write_run_file() opens it. One that is there may be another run's.
+  const std::string partial = place_of(path) + ".partial";
+  const int flags = O_WRONLY | O_CLOEXEC | O_NONBLOCK | O_NOFOLLOW;
+  int file = ::open(partial.c_str(), flags | O_CREAT | O_EXCL, kFileMode);
+  if (file >= 0) {
+    (void)::unlink(partial.c_str());
+  } else if (errno == EEXIST) {
+    file = ::open(partial.c_str(), flags);
+  }
   if (file < 0) {
     return refusal(option, path, std::string(std::strerror(errno)) + "; name a place that can be written to");
   }
   ::close(file);
-  (void)::unlink(tried.c_str());
   return {};
 }
 
