@@ -190,6 +190,12 @@ int launch(const TrainerOptions& options, const std::vector<std::string>& argume
 
 int run(const TrainerOptions& parsed, const std::vector<std::string>& arguments) {
   const LaunchEnvironment environment = value_or_throw(read_launch_environment());
+  if (environment.launcher == "none" && !environment.store.empty()) {
+    throw Error(
+        StatusCode::kInvalidArgument,
+        "FOREBAY_STORE is set, and nothing says which rank this process is, so it would train alone; set "
+        "FOREBAY_RANK and FOREBAY_SIZE, or unset FOREBAY_STORE");
+  }
   const bool launched =
       environment.launcher != "none" && (environment.size > 1 || environment.launcher == "forebay");
   TrainerOptions options = parsed;

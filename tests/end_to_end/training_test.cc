@@ -318,6 +318,13 @@ TEST_F(Training, ARankThatCannotJoinSaysWhyWhicheverItIs) {
   EXPECT_NE(finished.output.find("forebay-gpt: "), std::string::npos) << "it said nothing";
 }
 
+TEST_F(Training, ARankThatNothingNumbersDoesNotTrainAlone) {
+  const Finished finished = run({"--steps", "1"}, {{"PMI_RANK", "0"}, {"FOREBAY_STORE", directory_.path()}});
+  EXPECT_EQ(finished.exit_code, 1) << finished.output;
+  EXPECT_NE(finished.output.find("nothing says which rank this process is"), std::string::npos)
+      << finished.output;
+}
+
 TEST_F(Training, RefusesABudgetOneChunkUnderThePlan) {
   const Words words = {"--ranks", "3",  "--stage",   "1", "--steps", "2",
                        "--batch", "16", "--threads", "1", "--quiet"};
