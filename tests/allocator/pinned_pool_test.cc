@@ -354,6 +354,24 @@ TEST_F(PinnedPoolTest, TrimKeepsLiveAndPendingBlocks) {
   std::memset(used, 3, 4_MiB);
 }
 
+TEST_F(PinnedPoolTest, AfterATrimKeepsNoMoreThanAPoolThatWasNotPrewarmed) {
+  const auto held_after_use = [&] {
+    std::vector<std::byte*> blocks;
+    for (int i = 0; i < 5; ++i) blocks.push_back(pool_->allocate(8_MiB).value());
+    for (std::byte* block : blocks) EXPECT_TRUE(pool_->free(block, Stream()).ok());
+    EXPECT_TRUE(pool_->allocate(48_MiB).ok());
+    return pool_->statistics().held_bytes;
+  };
+  make({.slab_bytes = 8_MiB});
+  const std::size_t held_bytes = held_after_use();
+
+  make({.slab_bytes = 8_MiB});
+  ASSERT_TRUE(pool_->prewarm(64_MiB).ok());
+  EXPECT_EQ(pool_->trim(), 64_MiB);
+
+  EXPECT_EQ(held_after_use(), held_bytes);
+}
+
 TEST_F(PinnedPoolTest, StaysWithinItsLimitAndReportsTheHolders) {
   make({.limit_bytes = 10_MiB});
   Gate gate(*backend_);

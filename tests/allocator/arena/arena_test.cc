@@ -547,6 +547,23 @@ TEST_F(ArenaTest, GrowsOnlyByTheMissingBytes) {
   EXPECT_EQ(reserved(), 5 * kChunk);
 }
 
+// The rounding of live slots alone is no memory that blocks could use.
+TEST_F(ArenaTest, GrowsAfterSlotsWereDestroyedAsIfThereHadBeenNone) {
+  const auto calls_to_grow = [&] {
+    const std::uint64_t calls = arena_->statistics().driver_call_count;
+    for (int i = 0; i < 64; ++i) take(kChunk);
+    return arena_->statistics().driver_call_count - calls;
+  };
+  remake(256_MiB, 512_MiB);
+  const std::uint64_t calls = calls_to_grow();
+
+  remake(256_MiB, 512_MiB);
+  for (int i = 0; i < 64; ++i) ASSERT_TRUE(arena_->slot_destroy(arena_->slot_create(1, 0).value()).ok());
+  arena_->trim();
+
+  EXPECT_EQ(calls_to_grow(), calls);
+}
+
 // Sixteen chunks, every second one free: no two are neighbours, and the limit allows no more. Remapping must
 // make one large range of them without touching live blocks.
 TEST_F(ArenaTest, RemapsScatteredFreeChunksBeforeItFails) {
