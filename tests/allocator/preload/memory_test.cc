@@ -223,7 +223,8 @@ TEST(PreloadMemory, MemoryKnownOutsideKeepsItsAddress) {
   PreloadRun run(matter("pinned"));
 
   EXPECT_EQ(run.finished.exit_code, 0);
-  EXPECT_EQ(run.finished.output, "handle 0\nsame address 1, same memory 1\n");
+  EXPECT_EQ(run.finished.output,
+            "handle 0\nsame address 1, same memory 1\non another stream 0, on the same 1\n");
   run.expect_no_hazard();
 }
 

@@ -452,7 +452,14 @@ int pinned() {
     CHECK(other >= block + 6 * kMiB || other + 5 * kMiB <= block);
     others.push_back(other);
   }
-  for (const CuDevicePtr one : others) CHECK_CU(driver.cuMemFree_v2(one));
+  for (std::size_t i = 1; i < others.size(); i += 2) CHECK_CU(driver.cuMemFree_v2(others[i]));
+  for (std::size_t i = 0; i < others.size(); i += 2) {
+    // The byte behind its end is not in it.
+    CuDevicePtr begin = 0;
+    (void)driver.cuPointerGetAttribute(&begin, CuPointerAttribute::kRangeStartAddr, others[i] + 5 * kMiB);
+    CHECK(begin != others[i]);
+    CHECK_CU(driver.cuMemFree_v2(others[i]));
+  }
   // A request of the same size gets the block again.
   CuDevicePtr again = 0;
   CHECK_CU(driver.cuMemAlloc_v2(&again, 6 * kMiB));
@@ -460,8 +467,21 @@ int pinned() {
   CHECK_CU(driver.cuMemcpyDtoH_v2(back.data(), again, back.size()));
   std::printf("same address %d, same memory %d\n", again == block,
               std::all_of(back.begin(), back.end(), [](unsigned char byte) { return byte == 0x77; }));
+  // Freed on a stream, it is at once for that stream alone.
+  const CuStream stream = new_stream();
+  CHECK_CU(driver.cuMemFreeAsync(again, stream));
+  CHECK_CU(driver.cuMemAllocAsync(&other, 6 * kMiB, new_stream()));
+  CHECK_CU(driver.cuMemAllocAsync(&again, 6 * kMiB, stream));
+  std::printf("on another stream %d, on the same %d\n", other == block, again == block);
+  CHECK_CU(driver.cuMemFree_v2(other));
   CHECK_CU(driver.cuMemFree_v2(again));
   if (retained == CuResult::kSuccess) CHECK_CU(driver.cuMemRelease(handle));
+  // It ends with its context.
+  CHECK_CU(driver.cuDevicePrimaryCtxReset_v2(0));
+  CHECK_CU(driver.cuCtxSetCurrent(context));
+  CHECK_CU(driver.cuMemAlloc_v2(&again, 6 * kMiB));
+  CHECK_CU(driver.cuMemsetD8_v2(again, 0x11, 6 * kMiB));
+  CHECK_CU(driver.cuMemFree_v2(again));
   return 0;
 }
 
