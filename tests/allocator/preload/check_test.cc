@@ -1,6 +1,9 @@
 // `forebay run --check` with a PyTorch that behaves as the test says, on the fake driver.
+#include <fcntl.h>
 #include <gtest/gtest.h>
+#include <poll.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include <chrono>
 #include <filesystem>
@@ -123,6 +126,20 @@ TEST_F(RunCheckTest, AHangEndsAtTheLimit) {
             "use instead --tensors or forebay run --snapshot FILE: gave no answer within 8 s")
       << run.output;
   EXPECT_EQ(answer(run, 1, "MemPool"), "works");
+}
+
+TEST_F(RunCheckTest, AProcessThatAProbeLeftEndsWithIt) {
+  const TemporaryDirectory directory;
+  const std::string pipe = directory / "pipe";
+  ASSERT_EQ(::mkfifo(pipe.c_str(), 0600), 0);
+  const int reader = ::open(pipe.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC);
+
+  const Finished run = check("history@cache=child", {}, {kPython, "train.py"}, {{"FAKE_TORCH_HELD", pipe}});
+
+  EXPECT_EQ(answer(run, 1, "MemPool"), "works") << run.output;
+  pollfd held{.fd = reader, .events = POLLIN, .revents = 0};
+  EXPECT_EQ(::poll(&held, 1, 10'000), 1) << "it lives";
+  ::close(reader);
 }
 
 TEST_F(RunCheckTest, TensorsIsNotTheDefaultIfItFails) {

@@ -998,6 +998,8 @@ TEST(RunReportOfAProcess, AFileBeyondTheSizeLimitCannotBeWritten) {
   EXPECT_EQ(run.exit_code, 128 + SIGXFSZ) << run.output;
   EXPECT_TRUE(has(run.output, "File too large")) << run.output;
   EXPECT_TRUE(has(run.output, "the records are kept in ")) << run.output;
+  for (const auto& entry : std::filesystem::directory_iterator(directory / "report"))
+    EXPECT_NE(entry.path().extension(), ".partial") << entry.path();
 }
 
 TEST(RunReportOfAProcess, ReportsThatTheRecordsWereRemoved) {

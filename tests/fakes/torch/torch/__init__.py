@@ -2,8 +2,8 @@
 
 FAKE_TORCH is a list of orders "FEATURE[@MODE]=ACTION" divided by ";". FEATURE: import, device, allocation,
 statistics, history, mempool, graphs, compiled, ipc, memory. MODE: cache, tensors, pluggable; without one, all.
-ACTION: "raise:WORDS", "crash", "hang", "exit:N", "leave:N" (end with N after all went well), "none" (do nothing
-where something is promised).
+ACTION: "raise:WORDS", "crash", "hang", "exit:N", "leave:N" (end with N after all went well), "child" (leave a
+process that holds the pipe FAKE_TORCH_HELD), "none" (do nothing where something is promised).
 
 Memory comes from the CUDA driver, as it would, so that the preload sees it; values are kept here. All elements of
 a tensor are equal.
@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import subprocess
 import types
 
 __version__ = "9.9.0+fake"
@@ -44,6 +45,10 @@ def _order(feature):
         os._exit(int(action[5:]))
     if action.startswith("leave:"):
         atexit.register(os._exit, int(action[6:]))
+    if action == "child":
+        pipe = os.open(os.environ["FAKE_TORCH_HELD"], os.O_WRONLY)
+        subprocess.Popen(["sleep", "100"], pass_fds=[pipe])
+        os.close(pipe)
     return action == "none"
 
 
