@@ -148,6 +148,29 @@ TEST_F(StagingBuffersTest, AreNotTakenFromUnderWhoWaits) {
   waiting.join();
 }
 
+// The first who waits may not have run yet when the next buffer comes back.
+TEST_F(StagingBuffersTest, ServeAllWhoWaitWhenSeveralComeBackAtOnce) {
+  for (std::uint64_t round = 1; round <= 20; ++round) {
+    std::vector<StagingBuffer> taken;
+    for (std::size_t i = 0; i < kCount; ++i) taken.push_back(buffers_->try_take().value());
+    std::atomic<std::size_t> served{0};
+    std::vector<std::thread> threads;
+    for (std::size_t i = 0; i < kCount; ++i) {
+      threads.emplace_back([&] {
+        const StagingBuffer buffer = buffers_->take(kSoon).value();
+        ++served;
+        while (served < kCount) std::this_thread::yield();
+      });
+    }
+    wait_until_waiting(round * kCount);
+
+    taken.clear();
+    for (std::thread& thread : threads) thread.join();
+
+    ASSERT_LT(buffers_->statistics().wait_ns, std::uint64_t(std::chrono::nanoseconds(kSoon).count()));
+  }
+}
+
 TEST_F(StagingBuffersTest, ServeManyThreadsEachWithABufferOfItsOwn) {
   std::vector<std::thread> threads;
   std::atomic<int> mixed{0};

@@ -4,6 +4,7 @@
 //   store_probe forbidden DIRECTORY     with a filter that refuses io_uring, as containers have it
 //   store_probe little-memlock DIRECTORY  may lock 8 MiB of memory and registers 16 MiB
 //   store_probe full-disk DIRECTORY     on a file system of 8 MiB, mounted in a namespace of its own
+//   store_probe full-second-disk DIRECTORY  deals stripes to two file systems, the second of 8 MiB
 //   store_probe small-files DIRECTORY   may have files of 1 MiB at most
 //
 // Prints "done" and ends with 0 if everything came as it should, with 77 where the machine cannot show it.
@@ -15,6 +16,8 @@
 #include <sys/mount.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/statvfs.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -132,19 +135,24 @@ int little_memlock(FileStoreOptions options) {
   return use(*store.value(), memory);
 }
 
-int full_disk(const FileStoreOptions& options) {
+// Mounts of this process are seen by no other from then on. The step that the machine refuses, or null.
+const char* leave_mounts_of_others() {
   if (::geteuid() == 0) {
-    if (::unshare(CLONE_NEWNS) != 0) return skipped("unshare");
+    if (::unshare(CLONE_NEWNS) != 0) return "unshare";
   } else {
     const std::string user = "0 " + std::to_string(::geteuid()) + " 1\n";
     const std::string group = "0 " + std::to_string(::getegid()) + " 1\n";
-    if (::unshare(CLONE_NEWUSER | CLONE_NEWNS) != 0) return skipped("unshare");
+    if (::unshare(CLONE_NEWUSER | CLONE_NEWNS) != 0) return "unshare";
     if (!put("/proc/self/setgroups", "deny") || !put("/proc/self/uid_map", user) ||
         !put("/proc/self/gid_map", group)) {
-      return skipped("namespace");
+      return "namespace";
     }
   }
-  if (::mount("none", "/", nullptr, MS_REC | MS_PRIVATE, nullptr) != 0) return skipped("private mounts");
+  return ::mount("none", "/", nullptr, MS_REC | MS_PRIVATE, nullptr) == 0 ? nullptr : "private mounts";
+}
+
+int full_disk(const FileStoreOptions& options) {
+  if (const char* refused = leave_mounts_of_others()) return skipped(refused);
   if (::mount("tmpfs", options.directories[0].c_str(), "tmpfs", 0, "size=8m") != 0) return skipped("mount");
   auto store = make_file_store(options);
   if (!store.ok()) return failed("make_file_store", store.status());
@@ -155,6 +163,30 @@ int full_disk(const FileStoreOptions& options) {
     return failed("too large", refused.status());
   std::printf("%s\n", refused.status().message().c_str());
   // The refused range took no space.
+  Memory memory(5 * kMiB);
+  return use(*store.value(), memory);
+}
+
+std::uint64_t free_bytes(const std::string& directory) {
+  struct statvfs facts {};
+  return ::statvfs(directory.c_str(), &facts) == 0 ? facts.f_bfree * facts.f_frsize : 0;
+}
+
+int full_second_disk(FileStoreOptions options) {
+  if (const char* refused = leave_mounts_of_others()) return skipped(refused);
+  const std::string first = options.directories[0] + "/first", second = options.directories[0] + "/second";
+  if (::mount("tmpfs", options.directories[0].c_str(), "tmpfs", 0, "size=64m") != 0) return skipped("mount");
+  if (::mkdir(first.c_str(), 0700) != 0 || ::mkdir(second.c_str(), 0700) != 0) return skipped("mkdir");
+  if (::mount("tmpfs", second.c_str(), "tmpfs", 0, "size=8m") != 0) return skipped("mount");
+  options.directories = {first, second};
+  auto store = make_file_store(options);
+  if (!store.ok()) return failed("make_file_store", store.status());
+  const std::uint64_t before = free_bytes(first);
+  const auto refused = store.value()->create_range("too large", 40 * kMiB);
+  if (refused.ok() || refused.status().code() != StatusCode::kOutOfMemory)
+    return failed("too large", refused.status());
+  if (free_bytes(first) != before)
+    return failed("too large", Status(StatusCode::kInternal, "it keeps space in the first directory"));
   Memory memory(5 * kMiB);
   return use(*store.value(), memory);
 }
@@ -180,6 +212,7 @@ int run(int argc, char** argv) {
   if (what == "forbidden") return forbidden(options);
   if (what == "little-memlock") return little_memlock(options);
   if (what == "full-disk") return full_disk(options);
+  if (what == "full-second-disk") return full_second_disk(options);
   if (what == "small-files") return small_files(options);
   return 2;
 }

@@ -70,6 +70,10 @@ TEST_F(StoreProcess, AFullDiskIsMetWhenARangeIsMade) {
   EXPECT_NE(finished.output.find("No space left on device"), std::string::npos) << finished.output;
 }
 
+TEST_F(StoreProcess, ARangeThatOneOfTwoDisksRefusesTakesNoSpaceOnTheOther) {
+  RUN_OR_SKIP(finished, "full-second-disk");
+}
+
 TEST_F(StoreProcess, ALimitOnFilesIsAnErrorAndNoSignal) {
   RUN_OR_SKIP(finished, "small-files");
 
