@@ -232,6 +232,18 @@ TEST(HostAdafactor, EveryInstructionSetGivesTheSameBits) {
   }
 }
 
+// Behind a large sum small ones vanish one by one; added up first, they would not.
+TEST(HostAdafactor, AddsTheLeavesFromTheFirstOn) {
+  const BlockRunner runner(1);
+  constexpr std::size_t kCount = 4 * kLeafCount;
+  std::vector<float> masters(kCount);
+  for (std::size_t i = 0; i < kCount; i += kLeafCount) masters[i] = i == 0 ? 0x1p27f : 1.0f;
+  std::vector<double> scratch(leaf_room(kCount));
+
+  EXPECT_EQ(parameter_squares(masters.data(), DataType::kFloat32, kCount, 0, 0.0, scratch.data(), runner),
+            0x1p54);
+}
+
 TEST(HostAdafactor, NoGradientLeavesAllButTheDecay) {
   const BlockRunner runner(1);
   Parameter parameter({}, std::vector<float>(600, 2.0f));

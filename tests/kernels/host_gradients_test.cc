@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <bit>
 #include <cstring>
 #include <random>
 #include <vector>
@@ -56,6 +57,12 @@ TEST(HostGradients, HaveTheBitsOfTheKernels) {
         g[count / 2] = std::numeric_limits<float>::infinity();
         throw_if_error(host_norm({g.data(), scratch.data(), &norm, count, DataType::kFloat32}, runner));
         EXPECT_FALSE(std::isfinite(norm));
+        g[count / 2] = std::bit_cast<float>(0xFFC12345u);
+        throw_if_error(host_norm({g.data(), scratch.data(), &norm, count, DataType::kFloat32}, runner));
+        throw_if_error(
+            kernels->norm({g.data(), scratch.data(), &expected_norm, count, DataType::kFloat32}, stream));
+        throw_if_error(backend->stream_synchronize(stream));
+        EXPECT_EQ(std::memcmp(&norm, &expected_norm, 8), 0) << "not a number";
       }
     }
   }

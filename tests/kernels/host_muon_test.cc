@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <random>
 #include <string>
 #include <vector>
@@ -221,6 +222,16 @@ TEST(HostMuon, AMatrixOfZerosStaysOne) {
     EXPECT_EQ(value, 0.0f);
     EXPECT_FALSE(std::signbit(value));
   }
+}
+
+TEST(HostMuon, AnElementThatVanishesIsNoNegativeZero) {
+  const BlockRunner runner(1);
+  constexpr float kLeast = std::numeric_limits<float>::denorm_min();
+
+  const float value = orthogonal({2, 3}, {-46 * kLeast, -25 * kLeast, 3, 1, -48 * kLeast, 1}, runner)[1];
+
+  EXPECT_EQ(value, 0.0f);
+  EXPECT_FALSE(std::signbit(value));
 }
 
 }  // namespace
