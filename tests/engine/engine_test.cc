@@ -155,6 +155,23 @@ TEST(Engine, AfterAnOverflowCountsAllStepsToTheNextGrowthOfTheLossScale) {
   }
 }
 
+TEST(Engine, AnOverflowHalvesTheLossScaleToItsMinimumAtMost) {
+  for (const double factor : {1.0, 0.5}) {
+    ToyOptions options = options_for(2, DataType::kFloat16, 2);
+    options.engine.loss_scale.minimum = 1000;
+    options.gradient_factor = [=](int) { return factor; };
+    options.disturbance = [](int, int) { return std::numeric_limits<float>::infinity(); };
+    run_ranks(2, {}, [&](Rank& rank) {
+      ToyTrainer trainer(options, rank);
+      trainer.initialize();
+      for (int step = 0; step < 2; ++step) {
+        EXPECT_TRUE(trainer.step(step).skipped);
+        EXPECT_EQ(trainer.engine().loss_scale(), 1000) << "factor " << factor;
+      }
+    });
+  }
+}
+
 // At stage 3 a unit that is still gathered is read again, unless its weights have changed.
 TEST(Engine, ReadsWeightsThatWereReplacedAfterASkippedStep) {
   const std::string directory = make_temporary_directory("state");

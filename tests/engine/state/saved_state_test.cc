@@ -28,7 +28,8 @@
 
 namespace {
 
-// The operations on files, in order: "sync NAME" and "rename NAME". The library's calls come here.
+// The operations on files, in order: "sync NAME", "rename to NAME" and "remove DIRECTORY". The library's
+// calls come here.
 thread_local std::vector<std::string>* file_operations = nullptr;
 
 std::string last_part(const std::string& path) {
@@ -45,6 +46,12 @@ extern "C" int fsync(int file) {
       file_operations->push_back("sync " + last_part(path));
   }
   return static_cast<int>(::syscall(SYS_fsync, file));
+}
+
+extern "C" int unlinkat(int directory, const char* name, int flags) {
+  if (file_operations != nullptr && (flags & AT_REMOVEDIR) != 0)
+    file_operations->push_back(std::string("remove ") + name);
+  return static_cast<int>(::syscall(SYS_unlinkat, directory, name, flags));
 }
 
 extern "C" int renameat(int from_directory, const char* from, int to_directory, const char* to) {
@@ -248,6 +255,18 @@ TEST_F(SavedStateFiles, IsOnTheDriveBeforeItHasAName) {
                                       "sync manifest.json", "sync .saving-step-000000000007",
                                       "rename to step-000000000007", "sync " + last_part(directory_),
                                       "sync .latest", "rename to latest", "sync " + last_part(directory_)}));
+}
+
+TEST_F(SavedStateFiles, StaysUntilLatestNamesTheNextOne) {
+  save(directory_, 7);
+  std::vector<std::string> operations;
+  file_operations = &operations;
+  save(directory_, 8);
+  file_operations = nullptr;
+  ASSERT_GE(operations.size(), 3U);
+  EXPECT_EQ(std::vector(operations.end() - 3, operations.end()),
+            (std::vector<std::string>{"rename to latest", "sync " + last_part(directory_),
+                                      "remove step-000000000007"}));
 }
 
 // Saves a tensor of 600 rows of 2000 elements in two files, each with a half of every row.
