@@ -42,6 +42,8 @@ TEST(CApiEngine, SetsAndGetsPartsInEveryType) {
   }
   EXPECT_EQ(forebay_engine_set(one.engine, one.first, 0, FOREBAY_FP32, values.data(), 200, 57),
             FOREBAY_INVALID_ARGUMENT);
+  EXPECT_EQ(forebay_engine_get(one.engine, one.first, 0, FOREBAY_FP32, read.data(), UINT64_MAX, 1),
+            FOREBAY_INVALID_ARGUMENT);
   EXPECT_EQ(forebay_engine_get(one.engine, one.first, 0, 3, read.data(), 0, 1), FOREBAY_INVALID_ARGUMENT);
 }
 
@@ -76,11 +78,15 @@ TEST(CApiEngine, StepsByTheValuesThatWereSet) {
   ASSERT_OK(forebay_engine_get(one.engine, one.second, 0, FOREBAY_FP32, &w2, 0, 1));
   EXPECT_NEAR(w1, -0.5f, 1e-4);
   EXPECT_EQ(w2, 0.0f);
-  // "metric" counts for one step alone.
-  EXPECT_EQ(one.step(2).metric_sum, 0.0);
+  // "metric" and "stop" count for one step alone.
+  ASSERT_OK(forebay_hyperparameter(one.engine, FOREBAY_WHOLE_STEP, "stop", 1));
+  const forebay_step_result stopped = one.step(2);
+  EXPECT_EQ(stopped.metric_sum, 0.0);
+  EXPECT_EQ(stopped.stop, 1);
+  EXPECT_EQ(one.step(2).stop, 0);
   std::uint64_t steps = 0;
   ASSERT_OK(forebay_engine_number(one.engine, "applied_steps", &steps));
-  EXPECT_EQ(steps, 2u);
+  EXPECT_EQ(steps, 3u);
   EXPECT_EQ(forebay_hyperparameter(one.engine, 0, "weightdecay", 0.1), FOREBAY_INVALID_ARGUMENT);
   EXPECT_NE(last_error().find("did you mean weight-decay?"), std::string::npos) << last_error();
   EXPECT_EQ(forebay_hyperparameter(one.engine, 2, "lr", 0.1), FOREBAY_INVALID_ARGUMENT);
