@@ -63,6 +63,10 @@ TEST(TextTrace, NamesTheLineOfWhatMakesNoSense) {
   expect_contains(refusal("a 0 70368744177664 0\na 1 1 0\n"), "line 2");  // Together more than the limit.
 }
 
+TEST(TextTrace, BlocksThatAreFreedLeaveRoomForOthers) {
+  EXPECT_EQ(parse("a 0 70368744177664 0\nf 0\na 1 1 0\n").events.size(), 3u);
+}
+
 TEST(TextTrace, ReadsAMillionLines) {
   std::string text;
   for (int i = 0; i < 500'000; ++i) {
