@@ -4,7 +4,9 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdio>
+#include <future>
 #include <random>
 #include <string>
 #include <vector>
@@ -357,6 +359,52 @@ TEST(FreeOrderSlots, AUnitLeasedOverAPassHasASlotOfItsOwn) {
     EXPECT_EQ(value_or_throw(make_plan(engine.model(), planned)).bytes.gathered,
               (4 + 4) * 2048 * sizeof(float));
     throw_if_error(rank.backend->stream_destroy(stream));
+  });
+}
+
+// A promise that a stream keeps and another waits for, though not for ever.
+struct Kept {
+  std::promise<void> promise;
+  static void keep(void* kept) { static_cast<Kept*>(kept)->promise.set_value(); }
+  static void await(void* kept) {
+    static_cast<void>(
+        static_cast<Kept*>(kept)->promise.get_future().wait_for(std::chrono::milliseconds(200)));
+  }
+};
+
+TEST(FreeOrderSlots, ASlotIsFreeWhenTheWorkOnEveryStreamOfItsUnitHasEnded) {
+  run_ranks(2, {}, [](Rank& rank) {
+    EngineOptions options;
+    options.stage = 3;
+    options.order_of_units = OrderOfUnits::kRecorded;
+    options.optional_gradients = true;
+    Engine engine(*rank.backend, *rank.kernels, *rank.communicator, options);
+    constexpr std::size_t kCount = 2048;
+    for (int u = 0; u < 4; ++u)
+      engine.add_parameter(engine.add_unit("u" + std::to_string(u)), "p" + std::to_string(u), kCount);
+    engine.commit();
+    for (int u = 0; u < 4; ++u)
+      engine.set_parameter({u, 0}, std::vector<float>(kCount, static_cast<float>(u + 1)));
+    const Stream slow = value_or_throw(rank.backend->stream_create());
+    const Stream fast = value_or_throw(rank.backend->stream_create());
+    Kept gathered;
+    std::vector<float> read(kCount, -1.0f);
+    engine.step_begin();
+    engine.micro_step_begin(0);
+
+    {
+      const Lease lease = engine.forward(0, slow);
+      throw_if_error(rank.backend->call_host(slow, &Kept::await, &gathered));
+      throw_if_error(rank.backend->copy_async(read.data(), lease.parameter(0), kCount * sizeof(float), slow));
+    }
+    for (int u = 0; u < 4; ++u) static_cast<void>(engine.forward(u, fast));
+    throw_if_error(rank.backend->call_host(fast, &Kept::keep, &gathered));
+    for (int u = 3; u >= 0; --u) static_cast<void>(engine.backward(u, fast));
+    static_cast<void>(engine.step({.groups = {{}}}));
+
+    for (const Stream stream : {slow, fast}) throw_if_error(rank.backend->stream_synchronize(stream));
+    EXPECT_EQ(read, std::vector<float>(kCount, 1.0f));
+    for (const Stream stream : {slow, fast}) throw_if_error(rank.backend->stream_destroy(stream));
   });
 }
 
