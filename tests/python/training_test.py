@@ -661,8 +661,9 @@ class OneRank(unittest.TestCase):
                    "del model, optimizer\n"
                    "gc.collect()\n"
                    "assert view.equal(values)")
-        done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], cwd=os.path.dirname(os.path.abspath(__file__)),
-                              capture_output=True, text=True, check=False)
+        path = [support.ROOT / "python", support.ROOT / "tests/python"]
+        done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=False,
+                              env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))})
         self.assertEqual(done.returncode, 0, done.stderr)
 
     def test_nothing_grows(self):
