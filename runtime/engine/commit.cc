@@ -285,9 +285,9 @@ void Engine::Impl::warn_of_missing_shapes() {
   }
   if (first == nullptr) return;
   log(LogLevel::kWarning,
-      "%d large parameters have no declared shape, %s with %llu elements first, so the optimizer %s keeps a "
-      "v "
-      "for each of their elements%s; call declare_shape() before commit(), with one dimension to keep it so",
+      "%d large parameters have no declared shape, %s with %llu elements first, so the optimizer %s keeps "
+      "a v for each of their elements%s; call declare_shape() before commit(), with one dimension to keep it "
+      "so",
       count, first->name.c_str(), static_cast<unsigned long long>(first->count),
       optimizer_name(options.optimizer),
       options.optimizer == Optimizer::kMuon ? " and updates them as AdamW does" : "");

@@ -203,8 +203,7 @@ class RankBench {
     if (carrying > large - small - adding && communicator_.rank() == 0) {
       log(LogLevel::kWarning,
           "the link's bandwidth is a guess: collectives of %llu KiB take %.3g ms, and of %llu KiB %.3g ms; "
-          "is the "
-          "machine busy? Measure again with more --seconds",
+          "is the machine busy? Measure again with more --seconds",
           static_cast<unsigned long long>(kSmallBytes >> 10), small * 1e3,
           static_cast<unsigned long long>(kLargeBytes >> 10), large * 1e3);
     }

@@ -13,7 +13,6 @@
 namespace forebay {
 namespace {
 
-// A step of more micro-steps would not end in a day; a plan walks through all of them.
 constexpr std::uint64_t kGroupMax = 1'000'000;
 constexpr const char* kAuto = "auto";
 constexpr std::string_view kGroupPrefix = "group:";

@@ -15,11 +15,6 @@ struct SavedStateWriter::Impl {
         directory(StateDirectory::make(path)),
         lock(directory),
         name(internal::state_name(facts.attempted_steps)) {
-    constexpr std::uint64_t kMostSteps = 999'999'999'999;
-    if (facts.attempted_steps > kMostSteps)
-      throw Error(StatusCode::kInvalidArgument,
-                  "the state is of step " + std::to_string(facts.attempted_steps) +
-                      ", and a state has step " + std::to_string(kMostSteps) + " at most");
     internal::check_text(facts.trainer_state);
     directory.remove(internal::temporary_state(name));
     directory.make_subdirectory(internal::temporary_state(name));
@@ -55,8 +50,14 @@ struct SavedStateWriter::Impl {
   bool finished = false;
 };
 
-SavedStateWriter::SavedStateWriter(const std::string& directory, const SavedStateFacts& facts)
-    : impl_(std::make_unique<Impl>(directory, facts)) {}
+SavedStateWriter::SavedStateWriter(const std::string& directory, const SavedStateFacts& facts) {
+  constexpr std::uint64_t kMostSteps = 999'999'999'999;  // The digits of a state's name.
+  if (facts.attempted_steps > kMostSteps)
+    throw Error(StatusCode::kInvalidArgument,
+                "the state is of step " + std::to_string(facts.attempted_steps) + ", and a state has step " +
+                    std::to_string(kMostSteps) + " at most; save it at an earlier step");
+  impl_ = std::make_unique<Impl>(directory, facts);
+}
 
 SavedStateWriter::~SavedStateWriter() = default;
 

@@ -15,7 +15,8 @@
 //
 // So the elements of a parameter can be found at any number of ranks, any stage and any grid. A state is
 // written under a temporary name, synced, and then renamed; `latest` is replaced last, by a rename. A kill at
-// any moment leaves the state that `latest` names whole. A step that is saved again goes to
+// any moment leaves the state that `latest` names whole. A state that is removed gets a name that begins with
+// ".removing-" first, so no state has its name and a part of its files. A step that is saved again goes to
 // step-000000000042-2, or back. One process saves at a time (StateLock). Where `latest` is damaged, the
 // newest whole state is loaded.
 //

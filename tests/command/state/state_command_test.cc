@@ -414,6 +414,7 @@ TEST_F(StateCommand, AStateOfAStepWithTooManyDigitsIsRefused) {
     EXPECT_EQ(error.code(), StatusCode::kInvalidArgument);
     EXPECT_NE(std::string(error.what()).find("999999999999 at most"), std::string::npos) << error.what();
   }
+  EXPECT_FALSE(fs::exists(root_ + "/late"));
 }
 
 TEST_F(StateCommand, RefusesAnIndexOfTensorsThatItsFilesDoNotHave) {

@@ -24,6 +24,7 @@
 
 namespace forebay {
 
+// A step of more micro-steps would not end in a day; a plan walks through all of them.
 constexpr std::uint64_t kMicroStepsMost = 1'000'000;
 
 // Where the gradients of micro-steps are added (ARCHITECTURE.md, "The numeric contract").
