@@ -8,8 +8,8 @@ TCP between network namespaces of which each has a token bucket of 100 Mbit/s, 1
 processes, link and stage once; offload and size change from round to round, so that six rounds have all 192 combinations.
 
 Each round first trains one rank alone, as many copies at the same time as there will be ranks, and gives the reports to `forebay bench-tiers
---save`, which the ranks run over the link to measure the rest. Nothing else is told to the simulation. The figures mean something on an idle
-machine only.
+--save`, which the ranks run over the link to measure the rest. Nothing else is told to the simulation. A measured step is the median of several
+runs of its case, between which the other stages run. The figures mean something on an idle machine only.
 
 It needs root for the namespaces. Prints a table. Exit codes: 0; 1 if the median of the cases is off by more than 10 % or the worst by more
 than 20 %; 77 if namespaces cannot be made, after the cases over shared memory.
@@ -171,7 +171,7 @@ class Measurement:
         return ["--offload", "optimizer", "--offload-tier", f"nvme:{files}"]
 
 
-def measure_round(measurement, number, ranks_list, links, rows):
+def measure_round(measurement, number, ranks_list, links, repetitions, rows):
     for ranks in ranks_list:
         runs = measurement.train_alone(ranks)
         for index, link in enumerate(links):
@@ -179,16 +179,22 @@ def measure_round(measurement, number, ranks_list, links, rows):
             hosts = Hosts(ranks, link) if communicator == "gloo" else None
             try:
                 machine = measurement.describe(ranks, runs, communicator, hosts)
+                cases = []
                 for stage in range(4):
                     turn = number + index + stage + ranks // 2
                     offload, size = ("none", "host", "files")[turn % 3], list(SHAPES)[(turn // 3 + stage) % 2]
                     words = [*SHAPES[size], "--stage", str(stage), *measurement.offload(offload)]
-                    measured, _ = measurement.train(ranks, words, communicator, hosts)
-                    simulated = measurement.simulate(machine, ranks, words)
-                    rows.append({"ranks": ranks, "link": link, "stage": stage, "offload": offload, "size": size,
-                                 "measured": measured, "simulated": simulated, "ratio": simulated / measured})
-                    print(f"{ranks} ranks {link:8} stage {stage} offload {offload:5} {size:5}   measured {measured * 1e3:8.1f} ms   "
-                          f"simulated {simulated * 1e3:8.1f} ms   ratio {simulated / measured:5.2f}", flush=True)
+                    cases.append({"ranks": ranks, "link": link, "stage": stage, "offload": offload, "size": size, "words": words, "runs": []})
+                for _ in range(repetitions):
+                    for case in cases:
+                        case["runs"].append(measurement.train(ranks, case["words"], communicator, hosts)[0])
+                for case in cases:
+                    measured = statistics.median(case["runs"])
+                    simulated = measurement.simulate(machine, ranks, case.pop("words"))
+                    rows.append({**case, "measured": measured, "simulated": simulated, "ratio": simulated / measured})
+                    print(f"{ranks} ranks {link:8} stage {case['stage']} offload {case['offload']:5} {case['size']:5}   "
+                          f"measured {measured * 1e3:8.1f} ms   simulated {simulated * 1e3:8.1f} ms   ratio {simulated / measured:5.2f}",
+                          flush=True)
             finally:
                 if hosts:
                     hosts.end()
@@ -199,6 +205,7 @@ def main():
     parser.add_argument("--program", required=True)
     parser.add_argument("--command", required=True)
     parser.add_argument("--rounds", type=int, default=1, help="1 to 6")
+    parser.add_argument("--repetitions", type=int, default=3, help="runs of each case [default: 3]")
     parser.add_argument("--first-round", type=int, default=0)
     parser.add_argument("--ranks", type=int, action="append", choices=(2, 4))
     parser.add_argument("--link", action="append", choices=("shm", *RATES))
@@ -222,7 +229,7 @@ def main():
         directory.mkdir(exist_ok=True)
         measurement = Measurement(options, directory)
         for number in range(options.first_round, options.first_round + options.rounds):
-            measure_round(measurement, number, options.ranks or [2, 4], links, rows)
+            measure_round(measurement, number, options.ranks or [2, 4], links, options.repetitions, rows)
     if options.json:
         pathlib.Path(options.json).write_text(json.dumps(rows, indent=1))
     off = [abs(row["ratio"] - 1) for row in rows]
