@@ -69,7 +69,8 @@ void read_program(char* text, std::size_t bytes) noexcept {
 
 // The rank that the launcher set; -1 without a launcher.
 int rank_of_process() noexcept {
-  for (const char* variable : {"RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"}) {
+  for (const char* variable : {"RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "JSM_NAMESPACE_RANK",
+                               "FLUX_TASK_RANK", "PMI_RANK", "SLURM_PROCID"}) {
     const char* value = std::getenv(variable);
     if (value == nullptr || value[0] == '\0') continue;
     char* end = nullptr;

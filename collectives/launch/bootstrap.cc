@@ -225,6 +225,25 @@ Job open_mpi_job(const Variables& variables) {
       .has_pmix = has(variables, "PMIX_NAMESPACE")};
 }
 
+Job flux_job(const Variables& variables) {
+  return {.name = find(variables, "FLUX_JOB_ID").value_or("")};
+}
+
+Job pals_job(const Variables& variables) {
+  return {.name = find(variables, "PALS_APID").value_or("")};
+}
+
+// Flux gives the number of nodes, but not the tasks of each node.
+Status read_flux_locality(const Variables& variables, LaunchEnvironment* environment) {
+  if (has(variables, "FLUX_JOB_NNODES")) {
+    int node_count = 0;
+    FOREBAY_RETURN_IF_ERROR(read_number(variables, "FLUX_JOB_NNODES", &node_count));
+    if (node_count == 1) environment->local_size = environment->size;
+  }
+  environment->local_size = std::max(environment->local_size, environment->local_rank + 1);
+  return {};
+}
+
 // Slurm gives the number of nodes, but not the tasks of each node ("4(x2)" needs the list of nodes too). On
 // one node all tasks are local.
 Status read_slurm_locality(const Variables& variables, LaunchEnvironment* environment) {
@@ -313,12 +332,34 @@ Result<LaunchEnvironment> internal::read_launch_variables(const Variables& varia
         "OMPI_COMM_WORLD_LOCAL_SIZE"},
        nullptr,
        open_mpi_job},
+      {"mvapich",
+       has(variables, "MV2_COMM_WORLD_RANK") || has(variables, "MV2_COMM_WORLD_SIZE"),
+       {"MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK",
+        "MV2_COMM_WORLD_LOCAL_SIZE"},
+       nullptr,
+       nullptr},
+      {"jsrun",
+       has(variables, "JSM_NAMESPACE_RANK") || has(variables, "JSM_NAMESPACE_SIZE"),
+       {"JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE"},
+       nullptr,
+       open_mpi_job},
+      // A batch script has some of Flux's variables; a task has both of these.
+      {"flux",
+       has(variables, "FLUX_TASK_RANK") && has(variables, "FLUX_JOB_SIZE"),
+       {"FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID"},
+       read_flux_locality,
+       flux_job},
       {"pmix", pmix, {"PMIX_RANK", pmix_size}, read_slurm_locality, pmix_job},
       {"mpich",
        has(variables, "PMI_RANK") && has(variables, "MPI_LOCALNRANKS"),
        {"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"},
        nullptr,
        nullptr},
+      {"pals",
+       has(variables, "PMI_RANK") && has(variables, "PMI_LOCAL_SIZE"),
+       {"PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"},
+       nullptr,
+       pals_job},
       {"slurm", started_by_slurm(variables), {"SLURM_PROCID", slurm_size}, read_slurm_locality, slurm_job},
   };
   LaunchEnvironment environment{.launcher = "none"};

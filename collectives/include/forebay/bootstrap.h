@@ -13,7 +13,9 @@
 namespace forebay {
 
 struct LaunchEnvironment {
-  std::string launcher;  // "forebay", "torchrun", "open-mpi", "pmix", "mpich", "slurm" or "none".
+  // "forebay", "torchrun", "open-mpi", "mvapich", "jsrun", "flux", "pmix", "mpich", "pals", "slurm" or
+  // "none".
+  std::string launcher;
   int rank = 0;
   int size = 1;
   int local_rank = 0;  // Among the ranks of this host.
@@ -25,9 +27,9 @@ struct LaunchEnvironment {
   std::string interface;  // FOREBAY_INTERFACE: the network that the hosts share, by name or address.
 };
 
-// Reads the process environment: FOREBAY_RANK and FOREBAY_SIZE, torchrun, Open MPI, PMIx, MPICH, Slurm, in
-// that order. Without any of them, this is the only rank.
-// Errors: kInvalidArgument for a variable that is not a number or out of range, or when only half of a pair
+// Reads the process environment: FOREBAY_RANK and FOREBAY_SIZE, torchrun, Open MPI, MVAPICH, jsrun, Flux,
+// PMIx, MPICH, PALS, Slurm, in that order. Without any of them, this is the only rank. Errors:
+// kInvalidArgument for a variable that is not a number or out of range, or when only half of a pair
 //         is set; for ranks that have no place to meet, the message tells which variables to set.
 Result<LaunchEnvironment> read_launch_environment();
 
