@@ -7,6 +7,7 @@
 //   mismatch         rank 1 gathers where the others reduce, and so on as above
 //   late DEADLINE_MS the last rank stops itself; the others wait for it
 //   leave            leaves in order; ends with 0 if nothing failed
+//   place            joins over shm or Gloo, as the ranks' places allow; prints which
 #include <signal.h>
 
 #include <cstdio>
@@ -20,6 +21,7 @@
 #include "forebay/bootstrap.h"
 #include "forebay/error.h"
 #include "forebay/host_backend.h"
+#include "forebay/process_communicator.h"
 #include "forebay/shm_communicator.h"
 #include "tests/support/elements.h"
 
@@ -160,6 +162,13 @@ int run(const std::vector<std::string>& arguments) {
   const std::string& mode = arguments[0];
   if (mode == "late") options.deadline = std::chrono::milliseconds(std::atoi(arguments[1].c_str()));
   std::unique_ptr<HostBackend> backend = value_or_throw(HostBackend::create({}));
+  if (mode == "place") {
+    options.interface = environment.interface;
+    const auto placed = value_or_throw(create_process_communicator(options, *backend));
+    throw_if_error(placed->barrier());
+    std::printf("%s\n", placed->name());
+    return 0;
+  }
   std::unique_ptr<Communicator> communicator = value_or_throw(create_shm_communicator(options, *backend));
   throw_if_error(communicator->barrier());
   Rank rank(std::move(backend), std::move(communicator));

@@ -3,11 +3,13 @@
 #include <gtest/gtest.h>
 
 #include <ctime>
+#include <fstream>
 #include <iostream>
 #include <memory>
 #include <random>
 #include <set>
 
+#include "forebay/gloo_communicator.h"
 #include "forebay/shm_communicator.h"
 #include "tests/support/process.h"
 
@@ -150,6 +152,39 @@ TEST_P(ShmProcesses, LeavingInOrderIsNoFailureAndLeavesNothing) {
     }
     EXPECT_TRUE(std::filesystem::is_empty(store));
   }
+}
+
+// The transport of each of three ranks if rank `elsewhere` has the boot id of another host; -1: none has.
+std::vector<std::string> transports(int elsewhere) {
+  const TemporaryDirectory directory;
+  std::ofstream(directory / "boot") << "00000000-0000-4000-8000-000000000001\n";
+  std::vector<std::unique_ptr<Process>> ranks;
+  for (int rank = 0; rank < 3; ++rank) {
+    std::vector<std::string> words{FOREBAY_SHM_PROBE, "place"};
+    if (rank == elsewhere) {
+      const std::string script =
+          "mount --bind '" + (directory / "boot") + "' /proc/sys/kernel/random/boot_id && exec \"$@\"";
+      words.insert(words.begin(), {"/usr/bin/unshare", "-m", "/bin/sh", "-c", script, "sh"});
+    }
+    ranks.push_back(
+        std::make_unique<Process>(words, Process::Variables{{"FOREBAY_RANK", std::to_string(rank)},
+                                                            {"FOREBAY_SIZE", "3"},
+                                                            {"FOREBAY_INTERFACE", "127.0.0.1"},
+                                                            {"FOREBAY_STORE", directory / "store"}}));
+  }
+  std::vector<std::string> names;
+  for (const auto& rank : ranks) names.push_back(rank->finish().output);
+  return names;
+}
+
+TEST(ProcessesByPlace, ShareMemoryOnlyIfNoRankIsElsewhere) {
+  EXPECT_EQ(transports(-1), std::vector<std::string>(3, "shm\n"));
+  if (!gloo_available()) GTEST_SKIP() << "this forebay was built without Gloo (libgloo-dev)";
+  const Finished tried = run_program(
+      {"/usr/bin/unshare", "-m", "/bin/sh", "-c", "mount --bind /dev/null /proc/sys/kernel/random/boot_id"});
+  if (tried.exit_code != 0) GTEST_SKIP() << "this process cannot give another boot id: " << tried.output;
+  for (const int elsewhere : {0, 1, 2})
+    EXPECT_EQ(transports(elsewhere), std::vector<std::string>(3, "gloo\n")) << "rank " << elsewhere;
 }
 
 INSTANTIATE_TEST_SUITE_P(Shm, ShmProcesses, ::testing::Values(1, 2, 3, 4),
