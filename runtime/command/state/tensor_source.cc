@@ -5,6 +5,7 @@
 #include <filesystem>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <numeric>
 #include <optional>
 #include <set>
 #include <string_view>
@@ -53,6 +54,7 @@ class Safetensors : public TensorSource {
       tensors_.push_back({name, tensor.shape, tensor.count});
       places_.push_back(tensor);
     }
+    refuse_shared_bytes();
   }
 
   // Errors: throws Error(kCorruption) for a tensor of the index `path` that its file does not have.
@@ -133,6 +135,20 @@ class Safetensors : public TensorSource {
     place.at = data_at + begin;
     if (!by_name_.emplace(name, std::move(place)).second)
       refuse_import(file.path(), "another file has " + shown_value(name) + " too");
+  }
+
+  void refuse_shared_bytes() const {
+    std::vector<std::size_t> order(places_.size());
+    std::iota(order.begin(), order.end(), std::size_t{0});
+    const auto start = [&](std::size_t i) { return std::pair(places_[i].file, places_[i].at); };
+    std::sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) { return start(a) < start(b); });
+    for (std::size_t i = 1; i < order.size(); ++i) {
+      const Place& place = places_[order[i - 1]];
+      if (start(order[i]) < std::pair(place.file, place.at + place.count * element_bytes(place.type)))
+        refuse_import(files_.path(place.file), "its tensors " + shown_value(tensors_[order[i - 1]].name) +
+                                                   " and " + shown_value(tensors_[order[i]].name) +
+                                                   " share bytes");
+    }
   }
 
   InputFiles files_;

@@ -383,6 +383,11 @@ TEST_F(StateCommand, ImportsSafetensorsAsAStateThatAnEngineLoads) {
   std::string twice = whole;
   twice.replace(twice.find("\"bias\""), 6, "\"wte\" ");
   refused(twice, "it has wte twice");
+  const std::string shared = R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[4,12]},)"
+                             R"("b":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}})";
+  refused(
+      std::string{static_cast<char>(shared.size())} + std::string(7, '\0') + shared + std::string(12, '\0'),
+      "its tensors b and a share bytes");
 }
 
 // Checkpoints with an expert for each tensor have as many. A quadratic reader takes minutes.
