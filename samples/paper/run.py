@@ -7,6 +7,7 @@ A row has the paper's value, ours, and our value divided by the paper's. Nothing
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 
@@ -57,7 +58,8 @@ def main():
                      "ratio": round(ours / paper, 3), "unit": unit})
         print(f"{experiment['name']:55} paper {paper:8.1f}   ours {ours:8.1f}   ratio {ours / paper:5.2f}   {unit}")
     ratios = sorted(row["ratio"] for row in rows)
-    print(f"median ratio {ratios[len(ratios) // 2]:.2f}")
+    off = statistics.median(abs(ratio - 1) for ratio in ratios)
+    print(f"median ratio {statistics.median(ratios):.2f}; off by {off * 100:.0f} % in the median")
     if options.json:
         with open(options.json, "w", encoding="utf-8") as stream:
             json.dump(rows, stream, indent=2)

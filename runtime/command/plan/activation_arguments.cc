@@ -43,7 +43,8 @@ void add_activation_options(CLI::App& command, ActivationArguments& arguments) {
        "partition, a slice on each tensor-parallel rank; partition+cpu or partition+nvme, the slice in host "
        "memory or files; auto, the first that --memory has room for");
   text("--attention", arguments.attention, "fused|plain",
-       "fused: one kernel that keeps no scores. plain: scores in memory, as before 2022")
+       "fused: one kernel that keeps no scores. plain: scores in memory, each operation a kernel, as before "
+       "2022")
       ->capture_default_str();
 }
 

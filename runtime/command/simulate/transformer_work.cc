@@ -9,8 +9,9 @@ namespace {
 
 using Kind = WorkPiece::Kind;
 
-// Passes of plain attention over the scores: scale and mask, softmax, dropout; each read and written.
-constexpr std::uint64_t kScorePasses = 3;
+// Plain attention stands for a trainer of its time, in which each operation is a kernel of its own. Passes
+// over the scores: scale, two of the mask, softmax, dropout; each read and written.
+constexpr std::uint64_t kScorePasses = 5;
 
 class Pieces {
  public:
@@ -29,6 +30,10 @@ class Pieces {
   // Passes over the activations of a layer of `width`.
   void pass(std::uint64_t times, std::uint64_t width) {
     list.push_back({.kind = Kind::kPass, .bytes = times * tokens_ * width * element_});
+  }
+  // The passes that a trainer with fused kernels does not have.
+  void unfused_pass(std::uint64_t times, std::uint64_t width) {
+    if (!o_.fused_attention) pass(times, width);
   }
   void sum() {
     if (ranks_ > 1) list.push_back({.kind = Kind::kSum, .bytes = tokens_ * o_.shape.hidden * element_});
@@ -58,15 +63,20 @@ class Pieces {
     const std::uint64_t inner = ceil_div(active_intermediate(shape), ranks_);
     pass(2, h);
     product(tokens_, h, queries + 2 * keys);
+    unfused_pass(4, queries + 2 * keys);  // The bias; the copy to an order by heads.
     attention();
+    unfused_pass(2, queries);  // The copy back.
     product(tokens_, queries, h);
     sum();
+    unfused_pass(4, h);  // The bias; dropout.
     pass(3, h);
     pass(2, h);
     product(tokens_, h, gpt2 ? inner : 2 * inner);
+    unfused_pass(2, inner);  // The bias.
     pass(gpt2 ? 2 : 3, inner);
     product(tokens_, inner, h);
     sum();
+    unfused_pass(4, h);  // The bias; dropout.
     pass(3, h);
   }
   void embedding() {
