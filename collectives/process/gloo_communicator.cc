@@ -24,13 +24,14 @@ Result<std::string> address_to_listen_at(const std::string& interface) {
   std::string address = internal::listening_address(wanted);
   if (address == "0.0.0.0" || address == "::") {
     return invalid_argument("cannot listen on \"", wanted,
-                            "\": that stands for all addresses of this host; give the address or interface "
-                            "that the hosts share");
+                            "\": that stands for all addresses of this host; set FOREBAY_INTERFACE, or the "
+                            "interface of the options, to the one that the hosts share");
   }
   if (!address.empty()) return address;
-  return invalid_argument("cannot listen on \"", wanted,
-                          "\": no interface or address of this host has that name; give an address or an "
-                          "interface of this host");
+  return invalid_argument(
+      "cannot listen on \"", wanted,
+      "\": no interface or address of this host has that name; set FOREBAY_INTERFACE, or the "
+      "interface of the options, to one of this host");
 }
 
 Result<std::shared_ptr<gloo::transport::tcp::Device>> create_device(const std::string& address) {

@@ -243,6 +243,7 @@ TEST_F(GlooCommunicator, ListensWhereItIsTold) {
           .status();
   EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
   EXPECT_NE(status.message().find("no-such-0"), std::string::npos) << status.message();
+  EXPECT_NE(status.message().find("set FOREBAY_INTERFACE"), std::string::npos) << status.message();
 }
 
 int listening_sockets() {
