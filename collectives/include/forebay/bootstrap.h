@@ -28,8 +28,9 @@ struct LaunchEnvironment {
 };
 
 // Reads the process environment: FOREBAY_RANK and FOREBAY_SIZE, torchrun, Open MPI, MVAPICH, jsrun, Flux,
-// PMIx, MPICH, PALS, Slurm, in that order. Without any of them, this is the only rank. Errors:
-// kInvalidArgument for a variable that is not a number or out of range, or when only half of a pair
+// PMIx, MPICH, PALS, Slurm, in that order. Without any of them, this is the only rank.
+//
+// Errors: kInvalidArgument for a variable that is not a number or out of range, or when only half of a pair
 //         is set; for ranks that have no place to meet, the message tells which variables to set.
 Result<LaunchEnvironment> read_launch_environment();
 
