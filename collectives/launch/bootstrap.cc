@@ -233,27 +233,30 @@ Job pals_job(const Variables& variables) {
   return {.name = find(variables, "PALS_APID").value_or("")};
 }
 
-// Flux gives the number of nodes, but not the tasks of each node.
-Status read_flux_locality(const Variables& variables, LaunchEnvironment* environment) {
-  if (has(variables, "FLUX_JOB_NNODES")) {
-    int node_count = 0;
-    FOREBAY_RETURN_IF_ERROR(read_number(variables, "FLUX_JOB_NNODES", &node_count));
-    if (node_count == 1) environment->local_size = environment->size;
-  }
-  environment->local_size = std::max(environment->local_size, environment->local_rank + 1);
-  return {};
-}
-
-// Slurm gives the number of nodes, but not the tasks of each node ("4(x2)" needs the list of nodes too). On
-// one node all tasks are local.
-Status read_slurm_locality(const Variables& variables, LaunchEnvironment* environment) {
-  for (const char* name : {"SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES"}) {
+// The first of these variables that is set has the number of nodes. On one node all ranks are local.
+Status read_nodes(const Variables& variables, std::initializer_list<const char*> names,
+                  LaunchEnvironment* environment) {
+  for (const char* name : names) {
     if (!has(variables, name)) continue;
     int node_count = 0;
     FOREBAY_RETURN_IF_ERROR(read_number(variables, name, &node_count));
     if (node_count == 1) environment->local_size = environment->size;
     break;
   }
+  return {};
+}
+
+// Flux gives the number of nodes, but not the tasks of each node.
+Status read_flux_locality(const Variables& variables, LaunchEnvironment* environment) {
+  FOREBAY_RETURN_IF_ERROR(read_nodes(variables, {"FLUX_JOB_NNODES"}, environment));
+  environment->local_size = std::max(environment->local_size, environment->local_rank + 1);
+  return {};
+}
+
+// Slurm gives the number of nodes, but not the tasks of each node ("4(x2)" needs the list of nodes too).
+Status read_slurm_locality(const Variables& variables, LaunchEnvironment* environment) {
+  FOREBAY_RETURN_IF_ERROR(
+      read_nodes(variables, {"SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES"}, environment));
   if (has(variables, "SLURM_NTASKS_PER_NODE") && environment->local_size == 1) {
     FOREBAY_RETURN_IF_ERROR(read_number(variables, "SLURM_NTASKS_PER_NODE", &environment->local_size));
     environment->local_size = std::clamp(environment->local_size, 1, environment->size);
