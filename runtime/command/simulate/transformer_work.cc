@@ -63,20 +63,20 @@ class Pieces {
     const std::uint64_t inner = ceil_div(active_intermediate(shape), ranks_);
     pass(2, h);
     product(tokens_, h, queries + 2 * keys);
-    unfused_pass(4, queries + 2 * keys);  // The bias; the copy to an order by heads.
+    unfused_pass(gpt2 ? 4 : 2, queries + 2 * keys);  // The copy to an order by heads; GPT-2's bias.
     attention();
     unfused_pass(2, queries);  // The copy back.
     product(tokens_, queries, h);
     sum();
-    unfused_pass(4, h);  // The bias; dropout.
+    if (gpt2) unfused_pass(4, h);  // The bias; dropout.
     pass(3, h);
     pass(2, h);
     product(tokens_, h, gpt2 ? inner : 2 * inner);
-    unfused_pass(2, inner);  // The bias.
+    if (gpt2) unfused_pass(2, inner);  // The bias.
     pass(gpt2 ? 2 : 3, inner);
     product(tokens_, inner, h);
     sum();
-    unfused_pass(4, h);  // The bias; dropout.
+    if (gpt2) unfused_pass(4, h);  // The bias; dropout.
     pass(3, h);
   }
   void embedding() {
