@@ -59,6 +59,11 @@ std::string korthikanti_text(const ActivationReport& report) {
   return "Korthikanti's, kept activations " + std::to_string(report.in_flight) + " times";
 }
 
+std::string loss_line(const ActivationReport& report) {
+  if (report.formulas.loss == 0) return "";
+  return line("alive while the loss is computed", report.formulas.loss, "sbV(e + 8)/t: logits, fp32 copies");
+}
+
 std::string plan_lines(const ActivationReport& report) {
   const ActivationPlan& plan = *report.plan;
   const ActivationFormulas& formulas = report.formulas;
@@ -83,7 +88,10 @@ std::string plan_lines(const ActivationReport& report) {
   }
   text += "alive while one layer is computed again:\n";
   text += line("Korthikanti's", formulas.block);
-  text += line("= on the device, as planned", report.device_bytes(), "planned + " + korthikanti_text(report));
+  text += loss_line(report);
+  text += line("= on the device, as planned", report.device_bytes(),
+               "planned + " + korthikanti_text(report) +
+                   (formulas.loss > formulas.block ? ", the loss in place of a layer" : ""));
   return text + zero_lines(report);
 }
 
@@ -137,8 +145,10 @@ std::string activation_text(const ActivationReport& report) {
   text += line("  and attention recomputed", formulas.selective, "34sbhL/t");
   text +=
       line("  without scores, masks, as forebay-gpt", formulas.without_scores_and_masks, "sbh e(4 + 12/t)L");
-  text += report.plan ? plan_lines(report)
-                      : line("= on the device", report.device_bytes(), korthikanti_text(report));
+  text += report.plan
+              ? plan_lines(report)
+              : loss_line(report) + line("= on the device", report.device_bytes(),
+                                         korthikanti_text(report) + (formulas.loss == 0 ? "" : " + loss"));
   if (blocks.tensor_parallel > 1) text += wire_lines(report);
   if (report.request.part.pipeline_parallel > 1) {
     text += line("between pipeline stages, sent per micro-step", report.boundary_bytes(),
@@ -169,6 +179,7 @@ nlohmann::ordered_json activation_json(const ActivationReport& report) {
               {"saved_partitioned", formulas.saved_partitioned},
               {"korthikanti_kept", formulas.kept},
               {"korthikanti_block", formulas.block},
+              {"loss", formulas.loss},
               {"zero_segment", formulas.zero_segment},
               {"tensor_parallel_wire", formulas.tensor_parallel_wire},
               {"zero_tensor_parallel_wire", formulas.zero_tensor_parallel_wire},

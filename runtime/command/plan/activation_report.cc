@@ -32,6 +32,7 @@ Result<ActivationReport> make_activation_report(const ActivationRequest& request
                    .keeps_scores = !request.fused_attention,
                    .has_embedding = request.part.pipeline_stage == 0,
                    .has_output = request.part.pipeline_stage + 1 == request.part.pipeline_parallel,
+                   .vocabulary = shape.vocabulary,
                    .recompute_every = request.recompute_every};
   FOREBAY_ASSIGN_OR_RETURN(report.formulas, activation_formulas(report.blocks));
   if (report.formulas.saved_count == 0) return report;

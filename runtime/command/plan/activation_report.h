@@ -2,6 +2,7 @@
 // ActivationCheckpointer would hold and send. Numbers only; activation_print.h prints them.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 
@@ -37,9 +38,10 @@ struct ActivationReport {
   int in_flight = 1;
 
   // Bytes that are live during a pass, besides saved inputs: the activations of the layers that are not
-  // recomputed, for each micro-batch in flight, and those of one layer during its recomputation.
+  // recomputed, for each micro-batch in flight, and those of the loss or of one recomputed layer, whichever
+  // has more.
   std::uint64_t live_bytes() const {
-    return static_cast<std::uint64_t>(in_flight) * formulas.kept + formulas.block;
+    return static_cast<std::uint64_t>(in_flight) * formulas.kept + std::max(formulas.block, formulas.loss);
   }
   // Bytes sent to the neighbouring pipeline stages: an activation to the next one, a gradient to the previous
   // one.

@@ -347,11 +347,11 @@ Status fill_forebay(const PlanRequest& request, const ModelShape* model, PlanRep
         std::string("activations are ") +
         (request.activation_bytes ? "saved inputs as planned below, and else " : "") +
         "an estimate by Korthikanti's count of the tensors that layers keep (arXiv 2205.05198)" +
-        (request.activation_bytes ? "" : ", nothing recomputed") +
+        (request.activation_bytes ? "" : ", nothing recomputed") + ", with the loss" +
         (request.fused_attention
-             ? ": with dropout masks, without the scores of attention (--attention plain counts them), "
-             : ": with attention scores and dropout masks, without ") +
-        "embedding, logits, gradients and workspaces; "
+             ? " and dropout masks, without the scores of attention (--attention plain counts them), "
+             : ", attention scores and dropout masks, without ") +
+        "embedding, gradients and workspaces; "
         "forebay-gpt keeps other tensors, in fp32 for every --dtype, and goes by its own exact plan, made "
         "before step 1 (--memory is held against it, --report has it)");
     return Status();

@@ -70,6 +70,13 @@ std::string recompute_name(int every) {
   return std::string(kEvery) + std::to_string(every);
 }
 
+std::uint64_t loss_bytes(std::uint64_t tokens, std::uint64_t vocabulary, std::uint64_t element_bytes,
+                         int tensor_parallel) {
+  Product times;
+  const std::uint64_t all = times(times(tokens, vocabulary), element_bytes + 8);
+  return times.overflowed() ? ~std::uint64_t{0} : ceil_div(all, static_cast<std::uint64_t>(tensor_parallel));
+}
+
 Result<ActivationFormulas> activation_formulas(const TransformerBlocks& blocks) {
   FOREBAY_RETURN_IF_ERROR(check(blocks));
   Product times;
@@ -99,6 +106,10 @@ Result<ActivationFormulas> activation_formulas(const TransformerBlocks& blocks) 
   figures.saved_partitioned = times(figures.saved_count, ceil_div(input, t));
   figures.kept = times(block, blocks.layers - figures.saved_count);
   figures.block = figures.saved_count == 0 ? 0 : block;
+  if (blocks.has_output && blocks.vocabulary != 0) {
+    figures.loss = times(
+        1, loss_bytes(times(blocks.sequence, blocks.batch), blocks.vocabulary, e, blocks.tensor_parallel));
+  }
   figures.zero_segment = times(times(12, input), std::min(every, blocks.layers));
   const std::uint64_t received_of_gather = times(t - 1, input) / t;
   const std::uint64_t all_reduces = times(4, blocks.layers) + figures.saved_count +

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "forebay/activation_formulas.h"
 #include "forebay/units.h"
 
 namespace forebay {
@@ -349,11 +350,12 @@ Result<std::uint64_t> estimate_activation_bytes(const TransformerShape& shape,
 
   constexpr std::uint64_t kLimit = std::uint64_t{1} << 62;
   std::uint64_t bytes = 0;
-  const bool overflow = __builtin_mul_overflow(scores, sequence, &bytes) ||
-                        __builtin_add_overflow(bytes, per_token, &bytes) ||
-                        __builtin_mul_overflow(bytes, sequence, &bytes) ||
-                        __builtin_mul_overflow(bytes, options.batch, &bytes) ||
-                        __builtin_mul_overflow(bytes, full.layers, &bytes);
+  const bool overflow =
+      __builtin_mul_overflow(scores, sequence, &bytes) || __builtin_add_overflow(bytes, per_token, &bytes) ||
+      __builtin_mul_overflow(bytes, sequence, &bytes) ||
+      __builtin_mul_overflow(bytes, options.batch, &bytes) ||
+      __builtin_mul_overflow(bytes, full.layers, &bytes) ||
+      __builtin_add_overflow(bytes, loss_bytes(sequence * options.batch, full.vocabulary, width, 1), &bytes);
   if (overflow || bytes > kLimit) {
     return refuse("the activations of batch " + std::to_string(options.batch) + " and sequence " +
                   std::to_string(sequence) + " are larger than 2^62 bytes; use a smaller batch or sequence");

@@ -271,8 +271,9 @@ TEST(ActivationEstimate, IsKorthikantisFormulaForTwoByteTypes) {
   const std::uint64_t bytes = estimate_activation_bytes(shape, {.batch = 32}).value();
 
   const std::uint64_t tokens = 1024 * 32;
-  EXPECT_EQ(bytes, 48 * tokens * (34 * 1600 + 5 * 25 * 1024));
-  EXPECT_EQ(bytes, 286'890'393'600u);
+  const std::uint64_t loss = tokens * 50257 * 10;  // Logits of 2 bytes, and two tensors of 4 bytes.
+  EXPECT_EQ(bytes, 48 * tokens * (34 * 1600 + 5 * 25 * 1024) + loss);
+  EXPECT_EQ(bytes, 286'890'393'600u + loss);
 }
 
 TEST(ActivationEstimate, GrowsWithTheTypeBatchAndSequence) {
@@ -281,9 +282,9 @@ TEST(ActivationEstimate, GrowsWithTheTypeBatchAndSequence) {
     return estimate_activation_bytes(shape, options).value();
   };
   // fp32 doubles all but the masks: 66sbh and 9as^2b.
-  EXPECT_EQ(estimate({.dtype = DataType::kFloat32}), 2u * 32 * (66 * 64 + 9 * 4 * 32));
+  EXPECT_EQ(estimate({.dtype = DataType::kFloat32}), 2u * 32 * (66 * 64 + 9 * 4 * 32) + 32 * 10 * 12);
   EXPECT_EQ(estimate({.batch = 3}), 3 * estimate({}));
-  EXPECT_EQ(estimate({.sequence = 8}), 2u * 8 * (34 * 64 + 5 * 4 * 8));
+  EXPECT_EQ(estimate({.sequence = 8}), 2u * 8 * (34 * 64 + 5 * 4 * 8) + 8 * 10 * 10);
 }
 
 TEST(ActivationEstimate, RefusesWhatTheModelHasNoPlaceFor) {

@@ -53,6 +53,24 @@ TEST(ActivationFormulas, CountLayersThatKeepNeitherScoresNorMasks) {
   EXPECT_EQ(of(blocks).without_scores_and_masks, 48 * (4 * 4 * sbh + 4 * 12 * sbh / 5));
 }
 
+// The logits in their type, and two fp32 tensors of their size, on the ranks that share the vocabulary.
+TEST(ActivationFormulas, CountTheLossWhereTheOutputIs) {
+  TransformerBlocks blocks = kSmall;
+  EXPECT_EQ(of(blocks).loss, 0u);
+  blocks.vocabulary = 50257;
+  const std::uint64_t logits = 1024ull * 32 * 50257;
+  EXPECT_EQ(of(blocks).loss, (2 + 4 + 4) * logits);
+  blocks.tensor_parallel = 5;
+  EXPECT_EQ(of(blocks).loss, 2 * logits);
+  blocks.element_bytes = 4;
+  EXPECT_EQ(of(blocks).loss, (12 * logits + 4) / 5);
+  blocks.has_output = false;
+  EXPECT_EQ(of(blocks).loss, 0u);
+  blocks.has_output = true;
+  blocks.vocabulary = std::uint64_t{1} << 60;
+  EXPECT_EQ(activation_formulas(blocks).status().code(), StatusCode::kInvalidArgument);
+}
+
 // The first of every K layers of the model saves its input; the other layers keep everything.
 TEST(ActivationFormulas, KeepAllOfTheLayersThatAreNotRecomputed) {
   const std::uint64_t layer = 286'890'393'600u / 48;

@@ -11,6 +11,7 @@
 //     and attention recomputed (selective)      34 sbh L / t
 //     neither scores nor dropout masks kept     sbh e (4 + 12/t) L
 //   all recomputed, one block's input each      M L, and M L / t partitioned (Pa)
+//   the loss, while it is computed              sbV (e + 8) / t bytes, for a vocabulary of V tokens
 //
 //   tensor parallelism, received                n 2(t-1)/t M, n = 4L + R + 2 all-reduces
 //     ZeRO's count, with recomputation          n = 6L
@@ -18,6 +19,9 @@
 // The n all-reduces: each block has two in each pass. Each of the R recomputed blocks has one more, not two,
 // because the result of its last matrix is not needed again. The embedding has one in the forward pass, the
 // output projection one in the backward pass.
+//
+// The loss has the logits in their type and two fp32 tensors of their size: first a copy and the softmax,
+// then the softmax and its gradient. A trainer that keeps them in parts or in 2 bytes needs less.
 //
 // ZeRO's count leaves out the scores of attention and the dropout masks. For other element sizes
 // Korthikanti's terms are 10 = 4e + 2, 24 = 12e, 34 = 16e + 2 and 5 = 2e + 1, with masks of one byte per
@@ -47,9 +51,10 @@ struct TransformerBlocks {
   std::uint64_t batch = 1;
   int tensor_parallel = 1;
   std::uint64_t element_bytes = 2;
-  bool keeps_scores = true;   // False: a fused attention kernel keeps neither scores nor their masks.
-  bool has_embedding = true;  // Partitioned over the tensor-parallel ranks.
-  bool has_output = true;     // The output projection, partitioned likewise.
+  bool keeps_scores = true;      // False: a fused attention kernel keeps neither scores nor their masks.
+  bool has_embedding = true;     // Partitioned over the tensor-parallel ranks.
+  bool has_output = true;        // The output projection, partitioned likewise, and the loss.
+  std::uint64_t vocabulary = 0;  // V of the loss. 0: the loss is not counted.
   // One layer of every `recompute_every` layers of the model is recomputed from its saved input: the first.
   // The other layers keep everything. 1: all layers are recomputed. 0: no layer is.
   int recompute_every = 1;
@@ -75,6 +80,7 @@ struct ActivationFormulas {
   std::uint64_t saved_partitioned = 0;  // The same partitioned (Pa), rounded up to whole bytes.
   std::uint64_t kept = 0;               // Korthikanti's, for the layers that are not recomputed.
   std::uint64_t block = 0;              // Korthikanti's, for one layer while it is recomputed; 0 with none.
+  std::uint64_t loss = 0;               // While the loss is computed.
   // ZeRO's count, where all layers from one saved input to the next are recomputed together.
   std::uint64_t zero_segment = 0;
   // Received by one rank in the forward pass, recomputation and backward pass. It sends as much.
@@ -82,6 +88,10 @@ struct ActivationFormulas {
   std::uint64_t zero_tensor_parallel_wire = 0;  // ZeRO's count, 6L all-reduces.
   std::uint64_t partition_wire = 0;             // One all-gather for each saved input.
 };
+
+// Bytes of the loss of `tokens` tokens, sb: sbV (e + 8) / t, rounded up; more than 2^62 if it is larger.
+std::uint64_t loss_bytes(std::uint64_t tokens, std::uint64_t vocabulary, std::uint64_t element_bytes,
+                         int tensor_parallel);
 
 // All formulas for some blocks.
 //

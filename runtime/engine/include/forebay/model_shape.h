@@ -112,8 +112,9 @@ struct ActivationOptions {
 // An estimate of the bytes that the layers keep from forward to backward without recomputation. For GPT-2 and
 // a 2-byte type it is sbh(34 + 5as/h) per layer, with s tokens, b sequences, a heads and h hidden. Elements
 // (16h and two score matrices) count at the size of the type, dropout masks at one byte. Llama's terms are
-// counted likewise, without dropout. A fused attention has no score matrices. Activations outside the layers
-// (logits) are not in it. forebay-gpt declares its own exact figure instead.
+// counted likewise, without dropout. A fused attention has no score matrices. The loss is added (loss_bytes
+// in activation_formulas.h); other activations outside of the layers are not in it. forebay-gpt declares its
+// own exact figure instead.
 //
 // Errors: kInvalidArgument for a sequence longer than the positions, or a figure larger than 2^62 bytes.
 // Source: Korthikanti et al., arXiv 2205.05198, section 4, equation 1.
