@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""Reruns the experiments of the ZeRO paper by `forebay plan --largest` and `forebay simulate`.
+"""Reruns the experiments of the ZeRO paper by `forebay plan` and `forebay simulate`.
 
-A row has the paper's value, ours, and our value divided by the paper's. Nothing is fitted.
+A row has the paper's value, ours, and our value divided by the paper's. Then come the shapes of the figures: who
+is ahead, and by how many times at least. Nothing is fitted.
 """
 
 import argparse
@@ -12,35 +13,59 @@ import subprocess
 import sys
 
 
-def answer(words):
-    finished = subprocess.run(words, capture_output=True, text=True, check=False)
-    if finished.returncode not in (0, 1) or not finished.stdout:
-        sys.exit(f"{' '.join(words)}: {finished.stderr.strip()}")
-    return json.loads(finished.stdout)
+class Program:
+    def __init__(self, path, plan):
+        self.path = path
+        self.common = plan["common"]
+        self.models = plan["models"]
+
+    def answer(self, command, words, model=None):
+        shape = [word for name, value in self.models.get(model, {}).items() for word in (f"--{name}", str(value))]
+        words = [self.path, command, "--json"] + self.common + words + shape
+        finished = subprocess.run(words, capture_output=True, text=True, check=False)
+        if finished.returncode not in (0, 1) or not finished.stdout:
+            sys.exit(f"{' '.join(words)}: {finished.stderr.strip()}")
+        return json.loads(finished.stdout)
+
+    def plan(self, model, arguments):
+        return self.answer("plan", ["--memory", "32GB"] + arguments.split(), model)
+
+    def speed(self, model, arguments):
+        return self.answer("simulate", ["--no-changes", "--cluster", "dgx-2"] + arguments.split(),
+                           model)["tflops_per_device"]
 
 
-def scaling(program, common, experiment):
-    """Devices' throughput in all at the last number of GPUs over that at the first. Each takes the largest batch that fits."""
-    throughputs = []
-    for ranks in experiment["ranks"]:
-        words = common + experiment["arguments"] + ["--ranks", str(ranks)]
-        batch = answer([program, "plan", "--largest", "--json", "--memory", "32GB", "--attention", "plain"] + words)["stages"][0]["batch"]
-        words += ["--cluster", "dgx-2", "--attention", "plain", "--batch", str(batch)]
-        speed = answer([program, "simulate", "--json", "--no-changes"] + words)["tflops_per_device"]
-        print(f"    {ranks} GPUs: batch {batch} of a rank, {speed:.1f} TFLOP/s of a GPU")
-        throughputs.append(speed * ranks)
-    return throughputs[-1] / throughputs[0]
-
-
-def measure(program, common, experiment):
-    if experiment["kind"] == "scaling":
-        return experiment["ranks"][-1] / experiment["ranks"][0], scaling(program, common, experiment), "times as fast (paper: more)"
+def measure(program, experiment):
+    """Our value, its unit, and a remark."""
     if experiment["kind"] == "largest":
-        found = answer([program, "plan", "--largest", "--json", "--attention", "plain", "--layers", "1"] + common +
-                       experiment["arguments"])
-        return experiment["paper_billion"], found["stages"][0]["parameters"] / 1e9, "billion parameters"
-    found = answer([program, "simulate", "--json", "--no-changes"] + common + experiment["arguments"])
-    return experiment["paper_tflops"], found["tflops_per_device"], "TFLOP/s of a GPU"
+        words = ["--largest", "--memory", "32GB", "--layers", "1"] + experiment["arguments"].split()
+        return program.answer("plan", words)["stages"][0]["parameters"] / 1e9, "billion parameters", ""
+    if experiment["kind"] == "size":
+        fitting = [name for name in experiment["models"] if program.plan(name, experiment["arguments"])["fits"]]
+        sizes = [float(name.split("B")[0]) for name in fitting]
+        return max(sizes, default=0), "billion parameters, the largest of the paper's models that fits", ""
+    speeds = [program.speed(run["model"], run["arguments"]) for run in experiment["runs"]]
+    remark = "" if len(speeds) == 1 else ": " + ", ".join(f"{speed:.0f}" for speed in speeds)
+    return statistics.mean(speeds), "TFLOP/s of a GPU", remark
+
+
+def quantity(program, name, run):
+    if name == "speed":
+        return program.speed(run["model"], run["arguments"])
+    found = program.plan(run["model"], run["arguments"])
+    return found["bytes_per_rank"]["total"] / 1e9 if name == "memory" else 2.0 * found["fits"] + 1
+
+
+def check(program, shape):
+    """Prints the figures of a shape. True if all of its expectations hold."""
+    values = {run["label"]: quantity(program, shape["quantity"], run) for run in shape["runs"]}
+    holds = all(values[more] > times * values[less] for more, _, times, less in shape["expect"])
+    unit = {"speed": "TFLOP/s of a GPU", "memory": "GB", "fits": ""}[shape["quantity"]]
+    words = {label: ("fits" if value > 1 else "does not fit") if unit == "" else f"{value:.1f}"
+             for label, value in values.items()}
+    print(f"{'as in the paper' if holds else 'NOT AS IN THE PAPER'}: {shape['name']}")
+    print("    " + ", ".join(f"{label} {word}" for label, word in words.items()) + " " + unit)
+    return holds
 
 
 def main():
@@ -51,19 +76,22 @@ def main():
     here = os.path.dirname(os.path.abspath(__file__))
     with open(os.path.join(here, "experiments.json"), encoding="utf-8") as stream:
         plan = json.load(stream)
+    program = Program(options.forebay, plan)
     rows = []
     for experiment in plan["experiments"]:
-        paper, ours, unit = measure(options.forebay, plan["common"], experiment)
+        paper = experiment["paper"]
+        ours, unit, remark = measure(program, experiment)
         rows.append({"name": experiment["name"], "paper": paper, "ours": round(ours, 2),
                      "ratio": round(ours / paper, 3), "unit": unit})
-        print(f"{experiment['name']:55} paper {paper:8.1f}   ours {ours:8.1f}   ratio {ours / paper:5.2f}   {unit}")
+        print(f"{experiment['name']:48} paper {paper:6.1f}   ours {ours:6.1f}   ratio {ours / paper:5.2f}   {unit}{remark}")
     ratios = sorted(row["ratio"] for row in rows)
     off = statistics.median(abs(ratio - 1) for ratio in ratios)
-    print(f"median ratio {statistics.median(ratios):.2f}; off by {off * 100:.0f} % in the median")
+    print(f"median ratio {statistics.median(ratios):.2f}; off by {off * 100:.0f} % in the median\n")
     if options.json:
         with open(options.json, "w", encoding="utf-8") as stream:
             json.dump(rows, stream, indent=2)
+    return 0 if all([check(program, shape) for shape in plan["shapes"]]) else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
