@@ -19,6 +19,7 @@
 #include "output/files.h"
 #include "output/output_file.h"
 #include "output/summary.h"
+#include "parallel/parted_state.h"
 #include "trainer/launcher_watch.h"
 #include "trainer/options.h"
 #include "trainer/training.h"
@@ -176,8 +177,11 @@ int ranks_to_go_on(const TrainerOptions& options, int left, int exit_code) {
                  options.ranks, left, check_ranks(options, left).message().c_str());
     return 0;
   }
-  std::fprintf(stderr, "forebay-gpt: --elastic: %d rank%s on from the last state in %s\n", ranks,
-               ranks == 1 ? " goes" : "s go", shown_path(options.save_state).c_str());
+  const bool has_state = holds_state(options.save_state);
+  std::fprintf(stderr, "forebay-gpt: --elastic: this run %s %d rank%s%s %s\n",
+               has_state ? "goes on with" : "begins again with", ranks, ranks == 1 ? "" : "s",
+               has_state ? " from the last state in" : ", for no state is saved yet in",
+               shown_path(options.save_state).c_str());
   return ranks;
 }
 

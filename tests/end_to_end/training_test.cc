@@ -447,7 +447,8 @@ void Training::lose_a_rank(const Words& more) {
 
   const Finished finished = process.finish();
   ASSERT_EQ(finished.exit_code, 0) << finished.output;
-  EXPECT_NE(finished.output.find("--elastic: 2 ranks go on from the last state in "), std::string::npos)
+  EXPECT_NE(finished.output.find("--elastic: this run goes on with 2 ranks from the last state in "),
+            std::string::npos)
       << finished.output;
   const Json report = read_json(directory_ / "elastic.json");
   EXPECT_EQ(report.at("world_size"), 2);
@@ -471,6 +472,31 @@ TEST_F(Training, ElasticRanksThatAreLeftGoOnFromTheLastState) {
 
 TEST_F(Training, ElasticRanksGoOnFromAStateThatWasSavedInTheBackground) {
   lose_a_rank({"--save-async"});
+}
+
+TEST_F(Training, ElasticRanksThatAreLeftBeginAgainWhereNoStateIsSaved) {
+  Process process(
+      Words{FOREBAY_GPT} + kShape +
+          Words{"--matmul", "plain", "--ranks", "3", "--steps", "400", "--save-state", directory_ / "state",
+                "--resume", "--elastic", "--report", directory_ / "elastic.json"},
+      variables());
+  pid_t child = 0;
+  const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(120);
+  while ((child = find_rank(process.id(), 2)) == 0 && std::chrono::steady_clock::now() < limit)
+    std::this_thread::yield();
+  ASSERT_GT(child, 0);
+
+  ::kill(child, SIGKILL);
+
+  const Finished finished = process.finish();
+  ASSERT_EQ(finished.exit_code, 0) << finished.output;
+  EXPECT_NE(
+      finished.output.find("--elastic: this run begins again with 2 ranks, for no state is saved yet in "),
+      std::string::npos)
+      << finished.output;
+  const Json report = read_json(directory_ / "elastic.json");
+  EXPECT_EQ(report.at("world_size"), 2);
+  EXPECT_EQ(report.at("first_step"), 0);
 }
 
 // The ranks that are left are too few for the model's parts, so the run ends with the code of the loss.

@@ -240,8 +240,9 @@ Status print_largest(const PlanArguments& arguments, PlanRequest request, PlanBu
   line.show("");
   *holds =
       std::any_of(figures.begin(), figures.end(), [](const LargestFigures& one) { return one.layers > 0; });
-  return write_standard_output(arguments.json ? largest_json(figures, budget)
-                                              : largest_text(figures, budget, description));
+  throw_if_error(write_standard_output(arguments.json ? largest_json(figures, budget)
+                                                      : largest_text(figures, budget, description)));
+  return Status();
 }
 
 // Prints the plan. `*holds`: one of the stages shown fits into the given limits; the host is one with
@@ -276,7 +277,7 @@ Status plan(const PlanArguments& arguments, bool* holds) {
                                       kept, budget, &reports, &left_out, &activations));
   const std::string text = arguments.json ? plan_json(reports.front(), budget, activations)
                                           : plan_text(reports, left_out, description, budget, activations);
-  FOREBAY_RETURN_IF_ERROR(write_standard_output(text));
+  throw_if_error(write_standard_output(text));  // Not bad usage.
   *holds = std::any_of(reports.begin(), reports.end(),
                        [&](const PlanReport& report) { return plan_fits(report, budget); });
   return Status();

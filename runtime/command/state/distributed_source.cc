@@ -40,6 +40,13 @@ std::string metadata_path(const std::string& path) {
   return std::string_view(path).ends_with(kMetadataName) ? path : path + std::string(kMetadataName);
 }
 
+// Where `part` ("state.") begins for the first time in `key`, at its start or after a dot; npos if nowhere.
+std::size_t find_part(std::string_view key, std::string_view part) {
+  std::size_t at = key.find(part);
+  while (at != key.npos && at > 0 && key[at - 1] != '.') at = key.find(part, at + 1);
+  return at;
+}
+
 // Where a value of an optimizer's state belongs: "optim." + "state." + "layer.weight" + ".exp_avg".
 struct StateKey {
   std::string prefix;  // "optim."
@@ -48,13 +55,8 @@ struct StateKey {
 };
 
 std::optional<StateKey> state_key(std::string_view key) {
-  std::size_t at = 0;
-  while (true) {
-    at = key.find(kStatePart, at);
-    if (at == std::string_view::npos) return std::nullopt;
-    if (at == 0 || key[at - 1] == '.') break;
-    ++at;
-  }
+  const std::size_t at = find_part(key, kStatePart);
+  if (at == key.npos) return std::nullopt;
   const std::string_view rest = key.substr(at + kStatePart.size());
   for (const std::string_view ending : {kMomentEndings[0], kMomentEndings[1], kMomentEndings[2],
                                         std::string_view(".step"), std::string_view(".max_exp_avg_sq")}) {
@@ -246,12 +248,10 @@ class DistributedCheckpoint : public TensorSource {
     }
     for (const auto& [key, listed] : listed_) {
       const auto is_in = [&, key = std::string_view(key)](std::string_view part) {
-        for (std::size_t at = key.find(part); at != key.npos; at = key.find(part, at + 1)) {
-          if (optimizers.contains(key.substr(0, at))) return true;
-        }
-        return false;
+        const std::size_t at = find_part(key, part);
+        return at != key.npos && optimizers.contains(key.substr(0, at));
       };
-      const bool is_state = is_in("state.");
+      const bool is_state = is_in(kStatePart);
       if (is_state && !weights_alone && !state_key(key)) {
         refuse_distributed(metadata_path_,
                            "its optimizer keeps " + shown_value(key) + ", which forebay's do not",

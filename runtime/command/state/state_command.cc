@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <filesystem>
 #include <functional>
@@ -198,6 +199,7 @@ class Import {
         if (field == SavedField::kV && !parameter.has_v) continue;
         source_.read(numbers_[p], field, [&](Span<const float> piece) {
           state.write(piece);
+          if (field == SavedField::kMaster) count_bad_values(piece, parameter.name);
           done += piece.size() * sizeof(float);
           progress(done, bytes_);
         });
@@ -206,14 +208,24 @@ class Import {
     state.finish();
   }
 
+  // Weights that are NaN or infinite, and the parameter of the first.
+  std::uint64_t bad_values() const { return bad_values_; }
+  const std::string& first_bad() const { return first_bad_; }
+
  private:
+  void count_bad_values(Span<const float> piece, const std::string& name) {
+    const auto bad = std::count_if(piece.begin(), piece.end(), [](float x) { return !std::isfinite(x); });
+    if (bad > 0 && bad_values_ == 0) first_bad_ = name;
+    bad_values_ += static_cast<std::uint64_t>(bad);
+  }
+
   void add(std::size_t number) {
     const TensorSource::Tensor& tensor = source_.tensors()[number];
     if (!tensor.name.starts_with(prefix_)) return;
     SavedParameter parameter{.name = tensor.name.substr(prefix_.size()),
                              .count = tensor.count,
                              .shape = tensor.shape,
-                             .has_shape = !tensor.shape.empty(),
+                             .has_shape = !tensor.shape.empty() || tensor.count == 1,
                              .frozen = tensor.frozen && !weights_only_,
                              .has_m = tensor.has_m && !weights_only_,
                              .has_v = tensor.has_v && !weights_only_};
@@ -229,6 +241,8 @@ class Import {
   SavedStateFacts facts_;
   std::vector<std::size_t> numbers_;  // In the source, by parameter.
   std::uint64_t bytes_ = 0;
+  std::uint64_t bad_values_ = 0;
+  std::string first_bad_;
 };
 
 int import_weights(const StateOptions& options) {
@@ -247,6 +261,13 @@ int import_weights(const StateOptions& options) {
   TerminalLine line;
   import.write(options.directory, progress_on(line, "importing"));
   line.show("");
+  if (import.bad_values() > 0) {
+    complain("forebay state import",
+             "note: " + format_count(import.bad_values(), "weight") + " " +
+                 (import.bad_values() == 1 ? "is" : "are") + " NaN or infinite, the first in " +
+                 shown_value(import.first_bad()),
+             0);
+  }
   const SavedStateReader written(options.directory);
   throw_if_error(write_standard_output(shown_text(written.facts().path) + ": " +
                                        state_size_text(written.facts()) + "\n"));

@@ -3,7 +3,10 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
+#include <functional>
 #include <numeric>
+#include <queue>
+#include <utility>
 
 #include "forebay/conversions.h"
 #include "forebay/text.h"
@@ -24,10 +27,33 @@ std::uint64_t volume(const std::vector<std::uint64_t>& sizes) {
 // The elements of a box in order. Reading a tensor in row-major order reads each of its boxes so.
 class BoxStream {
  public:
-  BoxStream(const StoredBox& box, std::uint64_t window_bytes)
-      : box_(box), count_(volume(box.sizes)), window_(window_bytes / element_bytes(box.type)) {}
+  // Requires: the box is not empty.
+  BoxStream(const StoredBox& box, const std::vector<std::uint64_t>& shape, std::uint64_t window_bytes)
+      : box_(box), shape_(shape), count_(volume(box.sizes)), window_(window_bytes / element_bytes(box.type)) {
+    // Rows that the box has whole are one after another.
+    for (std::size_t d = shape.size(); d-- > 0;) {
+      row_ *= box.sizes[d];
+      if (box.sizes[d] != shape[d]) break;
+    }
+  }
 
-  // Requires: the box has so many more.
+  // The place in the tensor, in row-major order, of the element that take() reads next.
+  // Requires: an element is left.
+  std::uint64_t place() const {
+    std::uint64_t rest = next_;
+    std::uint64_t stride = 1;
+    std::uint64_t place = 0;
+    for (std::size_t d = shape_.size(); d-- > 0;) {
+      place += (box_.offsets[d] + rest % box_.sizes[d]) * stride;
+      rest /= box_.sizes[d];
+      stride *= shape_[d];
+    }
+    return place;
+  }
+  // Elements from place() on that lie one after another in the tensor too; 0 at the end.
+  std::uint64_t run() const { return next_ == count_ ? 0 : row_ - next_ % row_; }
+
+  // Requires: count <= run().
   void take(InputFiles& files, std::uint64_t count, float* target) {
     const std::uint64_t width = element_bytes(box_.type);
     while (count > 0) {
@@ -41,7 +67,6 @@ class BoxStream {
     }
     if (next_ == count_) buffer_ = {};
   }
-  std::uint64_t left() const { return count_ - next_; }
 
  private:
   void fill(InputFiles& files) {
@@ -53,39 +78,15 @@ class BoxStream {
   }
 
   const StoredBox& box_;
+  const std::vector<std::uint64_t>& shape_;
   const std::uint64_t count_;
   const std::uint64_t window_;  // Elements.
+  std::uint64_t row_ = 1;       // Elements that are one after another in both orders.
   std::uint64_t begin_ = 0;     // The buffer begins here.
   std::uint64_t end_ = 0;
   std::uint64_t next_ = 0;
   std::vector<std::byte> buffer_;
 };
-
-// Elements from `place` on that lie in the box one after another in both orders; 0 if it is not in the box.
-std::uint64_t run_in(const StoredBox& box, const std::vector<std::uint64_t>& shape,
-                     const std::vector<std::uint64_t>& place) {
-  for (std::size_t d = 0; d < shape.size(); ++d) {
-    if (place[d] < box.offsets[d] || place[d] - box.offsets[d] >= box.sizes[d]) return 0;
-  }
-  // Rows that the box has whole are one after another.
-  std::uint64_t run = 1;
-  std::uint64_t passed = 0;  // Elements of the row before `place`.
-  for (std::size_t d = shape.size(); d-- > 0;) {
-    passed += (place[d] - box.offsets[d]) * run;
-    run *= box.sizes[d];
-    if (box.sizes[d] != shape[d]) break;
-  }
-  return run - passed;
-}
-
-void advance(std::vector<std::uint64_t>& place, const std::vector<std::uint64_t>& shape,
-             std::uint64_t count) {
-  for (std::size_t d = shape.size(); d-- > 0 && count > 0;) {
-    const std::uint64_t sum = place[d] + count;
-    place[d] = sum % shape[d];
-    count = sum / shape[d];
-  }
-}
 
 }  // namespace
 
@@ -127,26 +128,28 @@ void read_boxes(const StoredTensor& tensor, InputFiles& files, std::uint64_t pie
                                           kLeastWindowBytes, kMostWindowBytes);
   std::vector<BoxStream> streams;
   streams.reserve(tensor.boxes.size());
-  for (const StoredBox& box : tensor.boxes) streams.emplace_back(box, window);
+  for (const StoredBox& box : tensor.boxes) {
+    if (volume(box.sizes) > 0) streams.emplace_back(box, tensor.shape, window);
+  }
+  // The streams by the place of their next element.
+  using Next = std::pair<std::uint64_t, std::size_t>;
+  std::priority_queue<Next, std::vector<Next>, std::greater<>> order;
+  for (std::size_t i = 0; i < streams.size(); ++i) order.emplace(streams[i].place(), i);
+
   const std::uint64_t count = volume(tensor.shape);
   std::vector<float> piece(static_cast<std::size_t>(std::min(count, piece_count)));
-  std::vector<std::uint64_t> place(tensor.shape.size(), 0);
-  std::size_t box = 0;
   std::size_t filled = 0;
   for (std::uint64_t done = 0; done < count;) {
-    std::uint64_t run = 0;
-    // In order of their offsets, the box that follows is the next one as a rule.
-    for (std::size_t tried = 0; tried < streams.size() && run == 0; ++tried) {
-      if (tried > 0 || streams[box].left() == 0) box = (box + 1) % streams.size();
-      run = std::min(run_in(tensor.boxes[box], tensor.shape, place), streams[box].left());
-    }
-    if (run == 0) {
+    if (order.empty() || order.top().first != done) {
       refuse_import(files.path(tensor.boxes.front().file),
                     "parts of a tensor overlap and leave elements out");
     }
-    run = std::min<std::uint64_t>(run, piece.size() - filled);
-    streams[box].take(files, run, piece.data() + filled);
-    advance(place, tensor.shape, run);
+    const std::size_t number = order.top().second;
+    order.pop();
+    BoxStream& box = streams[number];
+    const std::uint64_t run = std::min<std::uint64_t>(box.run(), piece.size() - filled);
+    box.take(files, run, piece.data() + filled);
+    if (box.run() > 0) order.emplace(box.place(), number);
     filled += static_cast<std::size_t>(run);
     done += run;
     if (filled == piece.size() || done == count) {

@@ -36,7 +36,8 @@ void check_boxes(StoredTensor& tensor, const std::string& name, const std::strin
 
 // Passes all elements to `visit` in row-major order, widened to fp32, at most `piece_count` at once.
 // Errors: throws Error: kIoError, kCorruption where boxes overlap and leave an element out.
-// Cost: memory for a piece and for about 32 MiB of values as they are stored.
+// Cost: memory for a piece and for about 32 MiB of values as they are stored; O(log boxes) for each run of
+// elements that lie one after another in a box and in the tensor.
 void read_boxes(const StoredTensor& tensor, InputFiles& files, std::uint64_t piece_count,
                 const std::function<void(Span<const float>)>& visit);
 

@@ -146,7 +146,7 @@ struct SavedStateReader::Impl {
   }
 
   void add_shape(SavedParameter& parameter, const std::vector<std::uint64_t>& shape) const {
-    if (shape.empty()) return;
+    if (shape.empty() && parameter.count != 1) return;  // Otherwise a scalar.
     std::uint64_t count = 1;
     for (const std::uint64_t extent : shape) {
       if (__builtin_mul_overflow(count, extent, &count)) count = std::numeric_limits<std::uint64_t>::max();

@@ -621,7 +621,8 @@ TEST(Command, NamesAWordThatIsNoSubcommand) {
 }
 
 TEST(Command, FailsWhenHelpCannotBeWritten) {
-  for (const char* const words : {"--help", "--version", "help plan", "plan --version", "run --help"}) {
+  for (const char* const words : {"--help", "--version", "help plan", "plan --version", "run --help",
+                                  "plan --parameters 1M", "plan --parameters 1M --stage 3 --json"}) {
     EXPECT_EQ(forebay(words).exit_code, 0) << words;
     EXPECT_EQ(forebay(std::string(words) + " >/dev/full").exit_code, 1) << words;
   }

@@ -33,7 +33,7 @@ struct SavedParameter {
   std::string name;
   std::uint64_t count = 0;           // Elements.
   std::vector<std::uint64_t> shape;  // {count} if it was not declared (Engine::declare_shape).
-  bool has_shape = false;            // It was declared.
+  bool has_shape = false;            // It was declared, or there is one element: {} then.
   bool frozen = false;               // When it was saved.
   bool has_m = false;                // Not where it is frozen, and not in states with weights alone.
   bool has_v = false;
