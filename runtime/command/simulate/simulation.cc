@@ -213,12 +213,13 @@ class SimulatedRank {
                               .dtype = options_.dtype,
                               .fused_attention = request_.fused_attention});
     // The mean over pipeline stages.
-    const auto layers = static_cast<double>(request_.shape.layers);
-    model_flops_ = 3 * (layers * total_flops(work_.layer) + total_flops(work_.final));
-    hardware_flops_ = model_flops_;
+    model_flops_ = 3 * total_flops(work_.final);
+    double recomputed = 0;
     for (std::uint64_t layer = 0; layer < request_.shape.layers; ++layer) {
-      if (is_recomputed(layer)) hardware_flops_ += total_flops(work_.recomputed_layer);
+      model_flops_ += 3 * total_flops(work_.of_layer(layer).forward);
+      if (is_recomputed(layer)) recomputed += total_flops(work_.of_layer(layer).recomputed);
     }
+    hardware_flops_ = model_flops_ + recomputed;
     model_flops_ /= part_.pipeline_parallel;
     hardware_flops_ /= part_.pipeline_parallel;
   }
@@ -355,7 +356,9 @@ class SimulatedRank {
         const std::uint64_t bytes = request_.batch * sequence() * request_.shape.hidden * element();
         saved_->save(saved_key(unit, micro_step), engine_->activations(), bytes, stream_);
       }
-      queue("forward", is_embedding(unit) ? work_.embedding : is_final(unit) ? work_.final : work_.layer);
+      queue("forward", is_embedding(unit) ? work_.embedding
+                       : is_final(unit)   ? work_.final
+                                          : work_.of_layer(layer_of(unit)).forward);
     }
     if (!forward_) return;
     forward_->send(micro_step);
@@ -377,14 +380,14 @@ class SimulatedRank {
       std::optional<ActivationLease> input;
       if (is_layer && is_recomputed(layer_of(unit))) {
         if (saved_inputs_) input.emplace(saved_->load(saved_key(unit, micro_step), stream_));
-        queue("recomputation", work_.recomputed_layer);
+        queue("recomputation", work_.of_layer(layer_of(unit)).recomputed);
       }
       bool accumulate = false;
       for (const int index : trainable_[static_cast<std::size_t>(unit)])
         static_cast<void>(lease.gradient(index, &accumulate));
       queue("backward", is_embedding(unit) ? work_.embedding_backward
                         : is_final(unit)   ? work_.final_backward
-                                           : work_.layer_backward);
+                                           : work_.of_layer(layer_of(unit)).backward);
     }
     if (backward_ && first_unit_ == 0) send_gradients(micro_step);
   }

@@ -21,11 +21,16 @@ class Pieces {
         tokens_(options.batch * options.sequence),
         element_(element_bytes(options.dtype)) {}
 
-  void product(std::uint64_t rows, std::uint64_t inputs, std::uint64_t outputs) {
+  // Of `count` matrices; the rows are those of each.
+  void product(double rows, std::uint64_t inputs, std::uint64_t outputs, double count = 1) {
     list.push_back({.kind = Kind::kProduct,
-                    .m = static_cast<double>(rows),
+                    .m = rows,
                     .n = static_cast<double>(outputs),
-                    .k = static_cast<double>(inputs)});
+                    .k = static_cast<double>(inputs),
+                    .count = count});
+  }
+  void product(std::uint64_t inputs, std::uint64_t outputs) {
+    product(static_cast<double>(tokens_), inputs, outputs);
   }
   // Passes over the activations of a layer of `width`.
   void pass(std::uint64_t times, std::uint64_t width) {
@@ -39,44 +44,105 @@ class Pieces {
     if (ranks_ > 1) list.push_back({.kind = Kind::kSum, .bytes = tokens_ * o_.shape.hidden * element_});
   }
 
-  void attention() {
-    const TransformerShape& shape = o_.shape;
-    const std::uint64_t heads = shape.heads / ranks_;
+  // Of heads whose queries and keys have `width` elements, and their values `value_width`.
+  void scores(std::uint64_t width, std::uint64_t value_width) {
+    const std::uint64_t heads = o_.shape.heads / ranks_;
     const auto s = static_cast<double>(o_.sequence);
-    const auto d = static_cast<double>(shape.head_dimension);
     const auto count = static_cast<double>(o_.batch * heads);
     const Kind kind = o_.fused_attention ? Kind::kAttention : Kind::kProduct;
-    list.push_back({.kind = kind, .m = s, .n = s, .k = d, .count = count});
+    list.push_back({.kind = kind, .m = s, .n = s, .k = static_cast<double>(width), .count = count});
     if (!o_.fused_attention) {
       const std::uint64_t scores = o_.batch * heads * o_.sequence * o_.sequence;
       list.push_back({.kind = Kind::kPass, .bytes = 2 * kScorePasses * scores * element_});
     }
-    list.push_back({.kind = kind, .m = s, .n = d, .k = s, .count = count});
+    list.push_back({.kind = kind, .m = s, .n = static_cast<double>(value_width), .k = s, .count = count});
   }
 
-  void layer() {
+  void attention() {
     const TransformerShape& shape = o_.shape;
     const bool gpt2 = shape.kind == TransformerKind::kGpt2;
     const std::uint64_t h = shape.hidden;
     const std::uint64_t queries = shape.heads / ranks_ * shape.head_dimension;
     const std::uint64_t keys = ceil_div(shape.key_value_heads, ranks_) * shape.head_dimension;
-    const std::uint64_t inner = ceil_div(active_intermediate(shape), ranks_);
-    pass(2, h);
-    product(tokens_, h, queries + 2 * keys);
+    product(h, queries + 2 * keys);
+    if (shape.query_key_norm) pass(2, queries + keys);
     unfused_pass(gpt2 ? 4 : 2, queries + 2 * keys);  // The copy to an order by heads; GPT-2's bias.
-    attention();
+    scores(shape.head_dimension, shape.head_dimension);
     unfused_pass(2, queries);  // The copy back.
-    product(tokens_, queries, h);
-    sum();
-    if (gpt2) unfused_pass(4, h);  // The bias; dropout.
-    pass(3, h);
-    pass(2, h);
-    product(tokens_, h, gpt2 ? inner : 2 * inner);
+    product(queries, h);
+  }
+  void latent_attention() {
+    const TransformerShape& shape = o_.shape;
+    const LatentAttention& latent = shape.latent;
+    const std::uint64_t h = shape.hidden;
+    const std::uint64_t heads = shape.heads / ranks_;
+    const std::uint64_t width = shape.head_dimension + latent.rotary_dimension;
+    const std::uint64_t values = heads * latent.value_dimension;
+    if (latent.query_rank == 0) {
+      product(h, heads * width);
+    } else {
+      product(h, latent.query_rank);
+      pass(2, latent.query_rank);
+      product(latent.query_rank, heads * width);
+    }
+    product(h, latent.key_value_rank + latent.rotary_dimension);
+    pass(2, latent.key_value_rank);
+    product(latent.key_value_rank, heads * shape.head_dimension + values);
+    unfused_pass(2, 2 * heads * width + values);  // The copy to an order by heads.
+    scores(width, latent.value_dimension);
+    unfused_pass(2, values);  // The copy back.
+    product(values, h);
+  }
+
+  // `inner`: the width on this rank.
+  void feed_forward(std::uint64_t inner) {
+    const std::uint64_t h = o_.shape.hidden;
+    const bool gpt2 = o_.shape.kind == TransformerKind::kGpt2;
+    product(h, gpt2 ? inner : 2 * inner);
     if (gpt2) unfused_pass(2, inner);  // The bias.
     pass(gpt2 ? 2 : 3, inner);
-    product(tokens_, inner, h);
+    product(inner, h);
+  }
+  // The router, the shared experts as one, and the others, to which the tokens are copied.
+  void mixture() {
+    const Experts& experts = o_.shape.experts;
+    const std::uint64_t h = o_.shape.hidden;
+    const std::uint64_t inner = ceil_div(experts.intermediate, ranks_);
+    product(h, experts.count);
+    if (experts.shared > 0) feed_forward(ceil_div(experts.shared * experts.intermediate, ranks_));
+    const std::uint64_t routed = tokens_ * experts.active;
+    const auto used = static_cast<double>(std::min(experts.count, routed));
+    const double rows = static_cast<double>(routed) / used;
+    pass(2 * experts.active, h);
+    product(rows, h, 2 * inner, used);
+    pass(3 * experts.active, inner);
+    product(rows, inner, h, used);
+    pass(experts.active + 1, h);
+  }
+
+  void layer(bool dense) {
+    const TransformerShape& shape = o_.shape;
+    const bool gpt2 = shape.kind == TransformerKind::kGpt2;
+    const std::uint64_t h = shape.hidden;
+    pass(2, h);
+    if (shape.latent.key_value_rank > 0) {
+      latent_attention();
+    } else {
+      attention();
+    }
     sum();
     if (gpt2) unfused_pass(4, h);  // The bias; dropout.
+    if (shape.output_norms) pass(2, h);
+    pass(3, h);
+    pass(2, h);
+    if (dense) {
+      feed_forward(ceil_div(shape.intermediate, ranks_));
+    } else {
+      mixture();
+    }
+    sum();
+    if (gpt2) unfused_pass(4, h);  // The bias; dropout.
+    if (shape.output_norms) pass(2, h);
     pass(3, h);
   }
   void embedding() {
@@ -86,7 +152,7 @@ class Pieces {
   void final() {
     const std::uint64_t tokens_of_rank = ceil_div(o_.shape.vocabulary, ranks_);
     pass(2, o_.shape.hidden);
-    product(tokens_, o_.shape.hidden, tokens_of_rank);
+    product(o_.shape.hidden, tokens_of_rank);
     pass(2, tokens_of_rank);
   }
 
@@ -120,23 +186,32 @@ WorkPieces backward_of(const WorkPieces& forward) {
   return list;
 }
 
-WorkPieces made(const TransformerWorkOptions& options, void (Pieces::*make)()) {
+LayerWork layer_work(const TransformerWorkOptions& options, bool dense) {
+  LayerWork work;
   Pieces pieces(options);
-  (pieces.*make)();
-  return std::move(pieces.list);
+  pieces.layer(dense);
+  work.forward = std::move(pieces.list);
+  work.recomputed = work.forward;
+  while (work.recomputed.back().kind != Kind::kProduct) work.recomputed.pop_back();
+  work.recomputed.pop_back();
+  work.backward = backward_of(work.forward);
+  return work;
 }
 
 }  // namespace
 
 TransformerWork transformer_work(const TransformerWorkOptions& options) {
   TransformerWork work;
-  work.embedding = made(options, &Pieces::embedding);
-  work.layer = made(options, &Pieces::layer);
-  work.final = made(options, &Pieces::final);
-  work.recomputed_layer = work.layer;
-  while (work.recomputed_layer.back().kind != Kind::kProduct) work.recomputed_layer.pop_back();
-  work.recomputed_layer.pop_back();
-  work.layer_backward = backward_of(work.layer);
+  Pieces embedding(options);
+  embedding.embedding();
+  work.embedding = std::move(embedding.list);
+  Pieces final(options);
+  final.final();
+  work.final = std::move(final.list);
+  const Experts& experts = options.shape.experts;
+  work.layer = layer_work(options, experts.count == 0);
+  work.dense_layers = experts.count == 0 ? 0 : experts.dense_layers;
+  if (work.dense_layers > 0) work.dense_layer = layer_work(options, true);
   work.final_backward = backward_of(work.final);
   // Only adds rows to gradients, which are filled with zeros first.
   const std::uint64_t rows = options.shape.vocabulary / static_cast<std::uint64_t>(options.tensor_parallel);

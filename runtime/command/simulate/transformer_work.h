@@ -33,12 +33,23 @@ struct TransformerWorkOptions {
   bool fused_attention = true;
 };
 
+struct LayerWork {
+  WorkPieces forward;
+  // The layer again, before its backward pass: without the last product and what follows it, which nothing
+  // reads.
+  WorkPieces recomputed;
+  WorkPieces backward;
+};
+
 // The forward pass of each kind of unit, and the backward pass that belongs to it.
 struct TransformerWork {
-  WorkPieces embedding, layer, final;
-  // The layer again, before its backward pass: without the last product and its sum, which nothing reads.
-  WorkPieces recomputed_layer;
-  WorkPieces embedding_backward, layer_backward, final_backward;
+  WorkPieces embedding, final;
+  WorkPieces embedding_backward, final_backward;
+  LayerWork layer;        // With experts where the shape has them, each with an equal part of the tokens.
+  LayerWork dense_layer;  // The first ones of a mixture of experts.
+  std::uint64_t dense_layers = 0;
+
+  const LayerWork& of_layer(std::uint64_t index) const { return index < dense_layers ? dense_layer : layer; }
 };
 
 TransformerWork transformer_work(const TransformerWorkOptions& options);

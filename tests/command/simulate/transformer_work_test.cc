@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <cstdint>
+#include <string>
 
 #include "forebay/error.h"
 
@@ -52,10 +53,10 @@ TEST(TransformerWork, ProductsOfALayerAreThoseOfTheFormula) {
           transformer_work(options_of(TransformerKind::kGpt2, static_cast<int>(ranks), fused));
       const std::uint64_t weights = 12 * kHidden * kHidden;
       const std::uint64_t flops = 2 * kTokens * weights + 4 * kBatch * kSequence * kSequence * kHidden;
-      EXPECT_EQ(total_flops(work.layer), static_cast<double>(flops / ranks));
-      EXPECT_EQ(total_flops(work.layer_backward), 2 * total_flops(work.layer));
+      EXPECT_EQ(total_flops(work.layer.forward), static_cast<double>(flops / ranks));
+      EXPECT_EQ(total_flops(work.layer.backward), 2 * total_flops(work.layer.forward));
       const std::uint64_t last_product = 2 * kTokens * 4 * kHidden * kHidden;
-      EXPECT_EQ(total_flops(work.layer) - total_flops(work.recomputed_layer),
+      EXPECT_EQ(total_flops(work.layer.forward) - total_flops(work.layer.recomputed),
                 static_cast<double>(last_product / ranks));
     }
   }
@@ -66,8 +67,8 @@ TEST(TransformerWork, ProductsOfALayerAreThoseOfTheFormula) {
 TEST(TransformerWork, PlainAttentionReadsTheScoresAndBiasesAndDropoutMore) {
   for (const std::uint64_t ranks : {1, 2, 4}) {
     const auto more = [&](TransformerKind kind) {
-      return pass_bytes(transformer_work(options_of(kind, static_cast<int>(ranks), false)).layer) -
-             pass_bytes(transformer_work(options_of(kind, static_cast<int>(ranks), true)).layer);
+      return pass_bytes(transformer_work(options_of(kind, static_cast<int>(ranks), false)).layer.forward) -
+             pass_bytes(transformer_work(options_of(kind, static_cast<int>(ranks), true)).layer.forward);
     };
     const std::uint64_t scores = 10 * kBatch * kHeads * kSequence * kSequence / ranks;
 
@@ -80,10 +81,64 @@ TEST(TransformerWork, PlainAttentionReadsTheScoresAndBiasesAndDropoutMore) {
   }
 }
 
+// A product reads a matrix once for all tokens; an expert is read for its part of the tokens.
+TEST(TransformerWork, ProductsReadTheMatricesThatThePlanCounts) {
+  TransformerShape mixture;
+  mixture.kind = TransformerKind::kLlama;
+  mixture.layers = 3;
+  mixture.hidden = kHidden;
+  mixture.heads = kHeads;
+  mixture.vocabulary = 1000;
+  mixture.intermediate = 4 * kHidden;
+  mixture.key_value_heads = 4;
+  mixture.experts = {.count = 16, .active = 3, .shared = 1, .intermediate = 64, .dense_layers = 1};
+  TransformerShape latent = mixture;  // DeepSeek 3.
+  latent.key_value_heads = kHeads;
+  latent.latent = {.query_rank = 48, .key_value_rank = 40, .rotary_dimension = 16, .value_dimension = 24};
+  TransformerShape without_query_rank = latent;  // DeepSeek 2 Lite.
+  without_query_rank.latent.query_rank = 0;
+  TransformerShape dense = mixture;
+  dense.experts = {};
+  for (const TransformerShape& shape : {mixture, latent, without_query_rank, dense}) {
+    for (const int ranks : {1, 2, 4}) {
+      TransformerWorkOptions options = options_of(TransformerKind::kLlama, ranks, true);
+      options.shape = value_or_throw(complete_shape(shape));
+      const TransformerWork work = transformer_work(options);
+      const ModelShape model = value_or_throw(make_model_shape(options.shape, {.tensor_parallel = ranks}));
+      for (std::uint64_t layer = 0; layer < shape.layers; ++layer) {
+        double weights = 0;
+        for (const ParameterShape& parameter : model.units[1 + layer].parameters) {
+          if (parameter.shape.size() != 2) continue;
+          const bool is_expert = parameter.name.find(".experts.") != std::string::npos;
+          weights +=
+              static_cast<double>(parameter.count) * (is_expert ? static_cast<double>(shape.experts.active) /
+                                                                      static_cast<double>(shape.experts.count)
+                                                                : 1);
+        }
+        double flops = 0;
+        for (const WorkPiece& piece : work.of_layer(layer).forward)
+          flops += piece.kind == WorkPiece::Kind::kProduct ? piece.flops() : 0;
+        EXPECT_NEAR(flops, 2 * kTokens * weights, 1e-9 * flops) << ranks << " ranks, layer " << layer;
+      }
+    }
+  }
+}
+
+TEST(TransformerWork, LatentAttentionHasQueriesAndValuesOfTheirOwnWidths) {
+  TransformerWorkOptions options = options_of(TransformerKind::kLlama, 2, true);
+  options.shape.key_value_heads = kHeads;
+  options.shape.latent = {
+      .query_rank = 48, .key_value_rank = 40, .rotary_dimension = 16, .value_dimension = 24};
+  double flops = 0;
+  for (const WorkPiece& piece : transformer_work(options).layer.forward)
+    flops += piece.kind == WorkPiece::Kind::kAttention ? piece.flops() : 0;
+  EXPECT_EQ(flops, 2.0 * kBatch * kHeads / 2 * kSequence * kSequence * (kHidden / kHeads + 16 + 24));
+}
+
 TEST(TransformerWork, SumsOverTensorParallelRanksAreTwoALayerAndPass) {
   for (const int ranks : {1, 2}) {
     const TransformerWork work = transformer_work(options_of(TransformerKind::kGpt2, ranks, true));
-    for (const WorkPieces* pieces : {&work.layer, &work.layer_backward}) {
+    for (const WorkPieces* pieces : {&work.layer.forward, &work.layer.backward}) {
       int sums = 0;
       for (const WorkPiece& piece : *pieces) {
         if (piece.kind != WorkPiece::Kind::kSum) continue;
