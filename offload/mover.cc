@@ -41,7 +41,8 @@ struct Mover::Move {
 
 Mover::Mover(Backend& backend, Store& store) noexcept : backend_(backend), store_(store) {}
 
-Result<std::unique_ptr<Mover>> Mover::create(Backend& backend, Store& store, StagingBuffers& buffers) {
+Result<std::unique_ptr<Mover>> Mover::create(Backend& backend, Store& store, StagingBuffers& buffers,
+                                             std::function<void(const Status&)> on_failure) {
   const std::size_t granule = store.facts().granule_bytes;
   const StagingBuffersOptions& options = buffers.options();
   if (options.buffer_bytes % granule != 0) {
@@ -61,6 +62,7 @@ Result<std::unique_ptr<Mover>> Mover::create(Backend& backend, Store& store, Sta
     }
     mover->buffers_.push_back(std::move(*buffer));
   }
+  mover->on_failure_ = std::move(on_failure);
   FOREBAY_ASSIGN_OR_RETURN(mover->stream_, backend.stream_create());
   return mover;
 }
@@ -73,8 +75,12 @@ Mover::~Mover() {
 }
 
 void Mover::fail(const Status& status) {
-  const std::lock_guard lock(mutex_);
-  if (status_.ok()) status_ = status;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!status_.ok()) return;
+    status_ = status;
+  }
+  if (on_failure_) on_failure_(status);
 }
 
 Status Mover::status() const {

@@ -9,13 +9,14 @@
 //
 // Failure. The first failure of the store stays in status(), and later moves do nothing; the target of a
 // failed fetch is undefined. The stream goes on, so ask status() after waiting for it and before using the
-// bytes.
+// bytes. Work that cannot ask is stopped by `on_failure`.
 //
 // Threads: one thread queues moves; status() may be called by any.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <list>
 #include <memory>
 #include <mutex>
@@ -38,9 +39,12 @@ struct StoredBytes {
 class Mover {
  public:
   // Takes all of `buffers` for its life. Their size is a multiple of the store's granule.
+  // `on_failure`, unless empty, gets the first failure of the store, on a thread of the stream and before the
+  // work that follows the move there. It neither throws nor calls the Backend.
   // Requires: backend, store and buffers outlive it. Errors: kInvalidArgument when a buffer is taken or the
   // size is no multiple; the Backend's.
-  static Result<std::unique_ptr<Mover>> create(Backend& backend, Store& store, StagingBuffers& buffers);
+  static Result<std::unique_ptr<Mover>> create(Backend& backend, Store& store, StagingBuffers& buffers,
+                                               std::function<void(const Status&)> on_failure = {});
   // Waits for the stream's work.
   ~Mover();
   Mover(const Mover&) = delete;
@@ -74,6 +78,7 @@ class Mover {
   std::vector<StagingBuffer> buffers_;
   std::size_t piece_bytes_ = 0;
   std::uint64_t granule_bytes_ = 0;
+  std::function<void(const Status&)> on_failure_;
 
   mutable std::mutex mutex_;
   // Guarded by mutex_. The contents of a queued move belong to the stream.

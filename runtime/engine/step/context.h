@@ -34,6 +34,8 @@ namespace forebay {
 inline constexpr std::uint64_t kStorePieceBytes = 4u << 20;
 // A drive that does not answer for this long is lost.
 inline constexpr std::chrono::minutes kStoreDeadline{10};
+// The context of a failure of the host's memory or of the drive.
+inline constexpr const char* kStatesFailed = "the offloaded states failed";
 
 // Offloaded bytes: in pinned host memory, or in a range of the store.
 struct OffloadedRange {

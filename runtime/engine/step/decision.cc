@@ -178,7 +178,8 @@ void Decision::queue(const Hyperparameters& hyperparameters, const Reducer& redu
     gather_arrivals();
   }
   committed_ = true;
-  if (context_.deciders().size() > 1) {
+  // A rank alone fails where it fetches from files.
+  if (context_.deciders().size() > 1 || context_.store != nullptr) {
     engine_stream_.call<&Decision::vote>(*this);
     engine_stream_.copy(&context_.control->state, decided_, sizeof(StepState));
   }
@@ -271,6 +272,11 @@ void Decision::take_decision() {
 void Decision::vote() {
   const std::uint64_t step = context_.attempted_steps + 1;
   Communicator& deciders = context_.deciders();
+  if (deciders.size() == 1) {
+    committed_ = deciders.status().ok();
+    if (!committed_) decided_->outcome = StepOutcome::kSkipped;
+    return;
+  }
   committed_ = deciders.vote(step, std::as_bytes(std::span(decided_, 1))).ok();
   if (committed_) return;
   const std::optional<std::vector<std::byte>> vote = deciders.survivors_vote(step);

@@ -34,6 +34,7 @@ void Engine::Impl::end_evaluation() {
   phase = *after_evaluation;
   after_evaluation.reset();
   engine_stream.synchronize();  // Payload counts when it has arrived.
+  check_peers();
   const Traffic before = other_traffic;
   outside_of_steps.reset();
   evaluation_traffic.sent_bytes += other_traffic.sent_bytes - before.sent_bytes;

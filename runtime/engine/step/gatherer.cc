@@ -11,7 +11,11 @@ Gatherer::Gatherer(StepContext& context)
   if (context.options.tier == Tier::kPinned) {
     fetch_stream_.open();
   } else {
-    mover_ = value_or_throw(Mover::create(context.backend, *context.store, *context.mover_buffers));
+    // So that no rank gathers the undefined bytes and votes for the step.
+    mover_ = value_or_throw(Mover::create(context.backend, *context.store, *context.mover_buffers,
+                                          [&context](const Status& failure) {
+                                            context.communicator.abort(failure.with_context(kStatesFailed));
+                                          }));
     fetch_stream_.borrow(mover_->stream());
   }
 }

@@ -449,7 +449,7 @@ void Updater::synchronize() const {
 
 void Updater::fail(const Status& status) {
   const std::lock_guard lock(mutex_);
-  if (failure_.ok()) failure_ = status.with_context("the offloaded states failed");
+  if (failure_.ok()) failure_ = status.with_context(kStatesFailed);
   failed_.store(true, std::memory_order_release);
 }
 
