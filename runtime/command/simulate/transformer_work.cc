@@ -21,7 +21,7 @@ class Pieces {
         tokens_(options.batch * options.sequence),
         element_(element_bytes(options.dtype)) {}
 
-  // Of `count` matrices; the rows are those of each.
+  // `count` matrices, each with so many rows.
   void product(double rows, std::uint64_t inputs, std::uint64_t outputs, double count = 1) {
     list.push_back({.kind = Kind::kProduct,
                     .m = rows,
@@ -44,7 +44,7 @@ class Pieces {
     if (ranks_ > 1) list.push_back({.kind = Kind::kSum, .bytes = tokens_ * o_.shape.hidden * element_});
   }
 
-  // Of heads whose queries and keys have `width` elements, and their values `value_width`.
+  // A head has queries and keys of `width` elements, and values of `value_width`.
   void scores(std::uint64_t width, std::uint64_t value_width) {
     const std::uint64_t heads = o_.shape.heads / ranks_;
     const auto s = static_cast<double>(o_.sequence);

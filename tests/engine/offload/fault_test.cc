@@ -94,7 +94,7 @@ class OffloadFaults : public ::testing::TestWithParam<Setting> {
   struct Outcome {
     std::array<Status, kRanks> status;
     std::array<std::uint64_t, kRanks> committed_step{};
-    std::vector<std::string> digests;  // Of rank 0's shards: the initial ones, then after each step.
+    std::vector<std::string> digests;  // Rank 0's shards: the initial ones, then after each step.
     std::string last_digest;           // After a failure.
     std::optional<ToyResult> result;
   };
