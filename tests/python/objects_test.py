@@ -1,6 +1,7 @@
 """The objects over libforebay-c.so.1: options, devices, memory, ranks as threads, an engine, plans. Python only."""
 
 import array
+import ctypes
 import os
 import tempfile
 import threading
@@ -9,6 +10,7 @@ import unittest
 import support
 
 import forebay
+from forebay import core
 
 support.need_library()
 
@@ -33,6 +35,29 @@ class Options(unittest.TestCase):
             forebay.Options(store="/tmp\0/other")
 
 
+class Store(unittest.TestCase):
+    def test_texts_up_to_the_whole_capacity_are_copied(self):
+        class OneText:
+            def check(self, names):
+                return names == ["there"]
+
+            def get(self, name):
+                return self.text
+
+        store, capacity = OneText(), 8
+        calls = core._StoreCalls(store)
+
+        def get(name):
+            memory, size = ctypes.create_string_buffer(b"." * capacity, capacity), ctypes.c_uint64()
+            self.assertEqual(calls.get(None, name, ctypes.addressof(memory), capacity, ctypes.byref(size)), 0)
+            return memory.raw, size.value
+
+        self.assertEqual(get(b"absent"), (b"." * capacity, core._StoreCalls.ABSENT))
+        for store.text in (b"", b"1234567", b"12345678", b"123456789"):
+            fits = len(store.text) <= capacity
+            self.assertEqual(get(b"there"), ((store.text if fits else b"").ljust(capacity, b"."), len(store.text)))
+
+
 class Memory(unittest.TestCase):
     def test_an_arena_gives_and_takes_blocks(self):
         with forebay.Device("host", device_memory=1 << 28) as device, forebay.Arena(device) as arena:
@@ -51,7 +76,6 @@ class Memory(unittest.TestCase):
             device.fill(block, 7, 512)
             device.copy(pinned, block, 512)
             device.synchronize()
-            import ctypes
             self.assertEqual(ctypes.string_at(pinned, 512), bytes([7] * 512))
             pool.free(pinned)
             arena.free(block)
@@ -184,7 +208,6 @@ class Engines(unittest.TestCase):
 
 class Activations(unittest.TestCase):
     def test_a_checkpointer_returns_them_with_their_record(self):
-        import ctypes
         with forebay.LocalGroup(1) as group, forebay.Device() as device, forebay.Arena(device) as arena:
             ranks = group.communicator(0, device)
             with forebay.Checkpointer(device, ranks) as checkpointer:

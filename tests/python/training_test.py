@@ -291,6 +291,7 @@ class OneRank(unittest.TestCase):
             torch.manual_seed(1)
             module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
             module.register_buffer("scratch", torch.zeros(2), persistent=False)
+            module.register_buffer("turned", torch.zeros(2, 3).t())  # Its elements lie in another order.
             model = forebay.shard(module, stage=1)
             return model, forebay.AdamW(model, lr=0.1)
 
@@ -301,6 +302,7 @@ class OneRank(unittest.TestCase):
                 optimizer.step()
                 optimizer.zero_grad()
             model.scratch.fill_(5)
+            model.turned.copy_(torch.arange(6.0).view(3, 2))
             forebay.save(model, directory)
             other, _ = make()
             forebay.restore(other, directory)
