@@ -88,6 +88,26 @@ TEST_F(TimelineOfStreams, UseTheirEventsAgain) {
   timeline_.release(*backend_);
 }
 
+// Spans whose work has not run yet count too.
+TEST_F(TimelineOfStreams, BeyondTheLimitAreDroppedAndCounted) {
+  constexpr std::size_t kLimit = 3;
+  Timeline timeline([this] { return clock_.now(); }, kLimit);
+  const auto span = [&](const char* name) {
+    timeline.begin("track", *backend_, stream_);
+    work(milliseconds(1));
+    timeline.end("track", name, *backend_, stream_);
+  };
+  for (const char* name : {"a", "b", "c", "d"}) span(name);
+  synchronize();
+
+  ASSERT_EQ(timeline.spans().size(), kLimit);
+  EXPECT_EQ(timeline.spans().back().name, "c");
+  EXPECT_EQ(timeline.dropped_count(), 1u);
+  span("e");
+  EXPECT_EQ(timeline.dropped_count(), 2u);
+  timeline.release(*backend_);
+}
+
 TEST_F(TimelineOfStreams, AreGivenBackWithTheBackend) {
   const std::size_t before = backend_->live_handle_count();
   timeline_.begin("track", *backend_, stream_);

@@ -99,6 +99,35 @@ TEST(ReducedGradients, MayBeScaledBeforeTheirNorm) {
   }
 }
 
+// Ranks of several all-reduce groups have the same slices where units are sharded within a group.
+TEST(ReducedGradients, NameTheirPlaceInTheUnit) {
+  constexpr int kRanks = 4, kGroup = 2;
+  for (const bool within : {false, true}) {
+    for (const Offload offload : {Offload::kNone, Offload::kOptimizer}) {
+      ToyOptions options = options_for(3, DataType::kBfloat16, kRanks);
+      options.engine.group = kGroup;
+      options.engine.shard_within_group = within;
+      options.engine.micro_steps = 2;
+      apply({3, offload, Tier::kPinned}, options.engine, options.hooks);
+      run_ranks(kRanks, {}, [&](Rank& rank) {
+        const int number = rank.communicator->rank();
+        const auto shard = static_cast<std::uint64_t>(within ? number % kGroup : number);
+        ToyOptions mine = options;
+        int calls = 0;
+        mine.engine.on_reduced_gradient = [&](const ReducedGradient& gradient) {
+          EXPECT_EQ(gradient.first, shard * gradient.count);
+          ++calls;
+        };
+        ToyTrainer trainer(mine, rank);
+        trainer.initialize();
+        trainer.step(0);
+        static_cast<void>(trainer.engine().statistics());  // Waits for the calls.
+        EXPECT_GT(calls, 0);
+      });
+    }
+  }
+}
+
 TEST(Gradients, OneThatIsNotFiniteIsFound) {
   for (const int stage : {0, 3}) {
     ToyOptions options = options_for(stage, DataType::kBfloat16, 3);
