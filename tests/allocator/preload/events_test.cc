@@ -625,6 +625,47 @@ TEST_F(EventFile, AForeignFileIsLeftOutWithAMessage) {
   EXPECT_TRUE(has(read_text(report + "/summary.txt"), "handled 4 of 4 allocations"));
 }
 
+TEST_F(EventFile, EachTimeThatMemoryIsGivenBackIsToldWithItsOwnBytes) {
+  const std::string path = read_preload_records(directory_.path()).value().front().path;
+  RunRecorder recorder({.outputs = {}, .records_directory = directory_.path(), .command = ""});
+  const auto told = [&](std::uint32_t trims, std::uint64_t all_bytes) {
+    std::string bytes = read_text(path);
+    auto& record = *reinterpret_cast<PreloadRecord*>(bytes.data());
+    record.trims = trims;
+    record.trimmed_bytes = all_bytes;
+    write_record(path, bytes);
+    const std::vector<std::string> lines = recorder.poll();
+    return lines.empty() ? "" : lines.front();
+  };
+
+  EXPECT_TRUE(has(told(1, 32 * kMiB), " has given back 32.00 MiB"));
+  EXPECT_TRUE(has(told(2, 40 * kMiB), " has given back 8.00 MiB"));
+  EXPECT_EQ(told(2, 40 * kMiB), "");
+}
+
+// With so many events only some become points.
+TEST(ProcessHistory, ARefusalIsOnePointAtItsTime) {
+  constexpr std::uint64_t kRefusal = 1000;
+  PreloadEventLog log;
+  log.devices.emplace_back();
+  for (std::uint64_t i = 0; i < 50'000; ++i) {
+    const PreloadEventKind kind = i == kRefusal ? PreloadEventKind::kRefused
+                                  : i % 2 == 0  ? PreloadEventKind::kAllocation
+                                                : PreloadEventKind::kFree;
+    log.events.push_back({.address = kMiB, .bytes = kMiB, .time_ns = i, .device = 0, .kind = kind});
+  }
+
+  const std::vector<PagePoint> points = process_histories(log).at(0).points;
+
+  std::vector<std::uint64_t> refusals;
+  for (const PagePoint& point : points) {
+    if (point.event == PageEvent::kOutOfMemory) refusals.push_back(point.time_ns);
+  }
+  EXPECT_EQ(refusals, (std::vector<std::uint64_t>{kRefusal}));
+  EXPECT_TRUE(std::is_sorted(points.begin(), points.end(),
+                             [](const PagePoint& a, const PagePoint& b) { return a.time_ns < b.time_ns; }));
+}
+
 // If the disk is full or the process's limits forbid files, the program goes on unchanged.
 TEST(PreloadEvents, AProgramWithAFileSizeLimitRunsWithoutEvents) {
   const TemporaryDirectory directory;

@@ -202,6 +202,18 @@ TEST(Explain, AdviceIsForTheAllocatorThatItWas) {
   for (const std::string& text : {run, observed}) EXPECT_FALSE(has(text, "expandable")) << text;
 }
 
+// The blocks of the allocator are larger than the requests.
+TEST(Explain, TheStateIsThatOfAFailureThatEndsTheRecording) {
+  AllocationTrace trace = with_failure(12, 40, 2);
+  trace.state->live_bytes = 31 * kMiB;
+
+  const Explanation explanation = explained(trace);
+
+  EXPECT_EQ(explanation.free_bytes, 11 * kMiB);
+  EXPECT_EQ(explanation.verdict, Verdict::kShortage);
+  EXPECT_EQ(explanation_text(trace, explanation).find("at the end of the recording"), std::string::npos);
+}
+
 TEST(Explain, WhatWasFreedAfterTheFailureDoesNotCountAsFreeThen) {
   TraceBuilder builder;
   ASSERT_EQ(builder.allocate(1, 30 * kMiB, 0), TraceBuilder::Outcome::kTaken);
