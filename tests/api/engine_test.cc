@@ -326,6 +326,15 @@ TEST(CApiCheckpointer, GivesBackActivationAndRecord) {
   EXPECT_OK(forebay_checkpointer_check(checkpointer));
 }
 
+TEST(CApiMemory, ASnapshotThatCannotBeWrittenIsAFailure) {
+  if (!std::filesystem::exists("/dev/full")) GTEST_SKIP() << "there is no /dev/full";
+  One one;
+  const auto arena = c::make<c::Arena>(forebay_arena_create, one.device, nullptr);
+
+  EXPECT_EQ(forebay_arena_snapshot(arena, "/dev/full"), FOREBAY_IO_ERROR);
+  EXPECT_NE(last_error().find("No space left"), std::string::npos) << last_error();
+}
+
 TEST(CApiMemory, ArenaPoolAndStoreKeepTheirBytes) {
   One one;
   const auto arena =
