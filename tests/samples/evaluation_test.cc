@@ -168,6 +168,25 @@ TEST_F(Evaluation, TheLossIsThatOfTheReference) {
   EXPECT_NEAR(few.evaluations.at(0).loss, loss_of(3), 1e-6);
 }
 
+// Each rank exchanges 4096 losses at once, so two ranks exchange twice. The second pass has one sample in
+// four places.
+TEST_F(Evaluation, CountsEverySampleOnceWhereLossesAreExchangedTwice) {
+  constexpr std::uint64_t kSamples = 2 * 4096 + 1;
+  std::optional<double> alone;
+  for (const int ranks : {1, 2}) {
+    TrainerOptions o = options(ranks);
+    o.model.sequence = 4;
+    testing::write_text(path("long"), kSamples * o.model.sequence + 1, 7);
+    o.evaluation_text = {path("long")};
+    o.evaluate_every = 1;
+    o.steps = 0;
+    const TrainingReport report = run_training(o);
+    ASSERT_EQ(report.evaluations.size(), 1u);
+    if (!alone) alone = report.evaluations[0].loss;
+    EXPECT_EQ(report.evaluations[0].loss, *alone);
+  }
+}
+
 TEST_F(Evaluation, WorksWithDropoutRecomputationAndMicroSteps) {
   for (const int ranks : {1, 2}) {
     TrainerOptions o = options(ranks, 3);

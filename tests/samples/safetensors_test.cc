@@ -3,8 +3,10 @@
 #include "output/safetensors.h"
 
 #include <gtest/gtest.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -21,6 +23,21 @@
 #include "output/weight_files.h"
 #include "tests/support/temporary_directory.h"
 #include "trainer/initial.h"
+
+namespace {
+
+// The number of the next fsync() of this thread that fails, or 0. The library's calls come here.
+thread_local int failing_fsync = 0;
+
+}  // namespace
+
+extern "C" int fsync(int file) {
+  if (failing_fsync > 0 && --failing_fsync == 0) {
+    errno = EIO;
+    return -1;
+  }
+  return static_cast<int>(::syscall(SYS_fsync, file));
+}
 
 namespace forebay::gpt {
 namespace {
@@ -277,6 +294,26 @@ TEST_F(Safetensors, ShardsComeBack) {
     EXPECT_EQ(files.read("c"), (std::vector<float>{8}));
     EXPECT_THROW(prepare_model_directory(directory), Error);
   }
+}
+
+// Some drives report only at the sync that they lost the bytes.
+TEST_F(Safetensors, AFileThatCannotBeSyncedIsAFailureAndTheOldOneStays) {
+  write_raw("old");
+  SafetensorsWriter writer(path(), {{"a", {1}}});
+  writer.write(std::vector<float>{1});
+  failing_fsync = 1;
+  try {
+    writer.finish();
+    ADD_FAILURE() << "it is written";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.status().code(), StatusCode::kIoError);
+    EXPECT_NE(std::string(error.what()).find("syncing failed: Input/output error"), std::string::npos)
+        << error.what();
+  }
+  failing_fsync = 0;
+
+  EXPECT_EQ(fs::file_size(path()), 3u);
+  EXPECT_EQ(std::distance(fs::directory_iterator(directory_), {}), 1);
 }
 
 TEST_F(Safetensors, AModelOfAnotherKindIsRefusedWithTheKindsThatThereAre) {
