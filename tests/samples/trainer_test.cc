@@ -16,6 +16,7 @@
 #include "forebay/error.h"
 #include "model/random.h"
 #include "model/text.h"
+#include "output/progress.h"
 #include "output/safetensors.h"
 #include "tests/samples/gpt_reference.h"
 #include "tests/samples/small_training.h"
@@ -362,6 +363,16 @@ TEST_F(Trainer, ATextShorterThanASampleIsRefused) {
 
   EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
   EXPECT_NE(status.message().find("--sequence 12"), std::string::npos);
+}
+
+TEST(ProgressTimes, HaveTwoUnitsAtMost) {
+  EXPECT_EQ(format_seconds(0), "0 s");
+  EXPECT_EQ(format_seconds(59.4), "59 s");
+  EXPECT_EQ(format_seconds(59.6), "1 min 00 s");
+  EXPECT_EQ(format_seconds(3599), "59 min 59 s");
+  EXPECT_EQ(format_seconds(3600), "1 h 00 min");
+  EXPECT_EQ(format_seconds(2 * 3600 + 5 * 60 + 7), "2 h 05 min");
+  EXPECT_EQ(format_seconds(100 * 3600 + 59 * 60 + 59), "100 h 59 min");
 }
 
 TEST(GptCommand, MistakesExitWith2AndSayWhatIsWrong) {

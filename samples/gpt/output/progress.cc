@@ -14,6 +14,8 @@ using Seconds = std::chrono::duration<double>;
 constexpr Seconds kTerminalPeriod{0.1};  // Faster: it flickers.
 constexpr Seconds kLinePeriod{2.0};      // For a log: enough to see that the run is alive.
 
+}  // namespace
+
 std::string format_seconds(double seconds) {
   const auto whole = static_cast<std::uint64_t>(seconds + 0.5);
   char text[32];
@@ -28,8 +30,6 @@ std::string format_seconds(double seconds) {
   }
   return text;
 }
-
-}  // namespace
 
 Progress::Progress(const Options& options)
     : options_(options), terminal_(::isatty(STDERR_FILENO) == 1), start_(Clock::now()), shown_(start_) {}

@@ -5,8 +5,12 @@
 #include <chrono>
 #include <cstdint>
 #include <optional>
+#include <string>
 
 namespace forebay::gpt {
+
+// "2 h 05 min", "5 min 07 s", "7 s".
+std::string format_seconds(double seconds);
 
 class Progress {
  public:
