@@ -4,8 +4,10 @@
 #include <gtest/gtest.h>
 
 #include <bit>
+#include <cfenv>
 #include <cstring>
 #include <random>
+#include <tuple>
 #include <vector>
 
 #include "forebay/error.h"
@@ -103,6 +105,43 @@ TEST(HostGradients, AddTheContributionsOfRanksAsTheKernelsDo) {
     }
   }
   throw_if_error(backend->stream_destroy(stream));
+}
+
+// A caller may round otherwise, or flush to zero; the ranks would not have the same bits.
+TEST(HostGradients, DoNotFollowTheRoundingOfTheCaller) {
+  constexpr unsigned kSeed = 13;
+  constexpr std::size_t kCount = 4 * kLeafCount;
+  std::mt19937 random(kSeed);
+  std::normal_distribution<float> normal(0.0f, 3.0f);
+  std::vector<float> own(kCount), received(2 * kCount);
+  for (std::vector<float>* values : {&own, &received}) {
+    for (float& value : *values) value = normal(random);
+  }
+  const BlockRunner runner(1);
+  const auto results = [&](int mode) {
+    std::vector<float> sum(kCount), added(own), scaled(kCount);
+    std::vector<double> scratch(kCount / kLeafCount);
+    double norm = 0;
+    std::fesetround(mode);
+    const Status summed = host_accumulate({.own = own.data(),
+                                           .received = reinterpret_cast<const std::byte*>(received.data()),
+                                           .received_stride_bytes = sizeof(float) * kCount,
+                                           .target = sum.data(),
+                                           .count = kCount,
+                                           .rank = 0,
+                                           .rank_count = 2,
+                                           .type = DataType::kFloat32,
+                                           .first = true});
+    host_accumulate(received.data(), added.data(), kCount, false, runner);
+    const Status shrunk = host_scale(
+        {own.data(), scaled.data(), kCount, 1.0f / 9, DataType::kFloat32, DataType::kFloat32}, runner);
+    const Status normed = host_norm({own.data(), scratch.data(), &norm, kCount, DataType::kFloat32}, runner);
+    std::fesetround(FE_TONEAREST);
+    for (const Status& status : {summed, shrunk, normed}) throw_if_error(status);
+    return std::tuple(sum, added, scaled, norm);
+  };
+
+  EXPECT_EQ(results(FE_UPWARD), results(FE_TONEAREST)) << "seed " << kSeed;
 }
 
 TEST(HostGradients, RefuseWhatTheKernelsRefuse) {
