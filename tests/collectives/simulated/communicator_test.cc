@@ -190,6 +190,18 @@ TEST(SimulatedCommunicator, StaysFailedAfterAnAbort) {
   EXPECT_FALSE(ranks.communicator->survivors_vote(1));
 }
 
+TEST(SimulatedMail, NobodyWaitsForARankThatEndedEarly) {
+  HostClock clock(HostClock::Mode::kVirtual);
+  SimulatedMail mail(clock);
+  const std::shared_ptr<ModelSignal> before = mail.message("before");
+  ASSERT_FALSE(before->is_announced());
+
+  mail.abandon();
+
+  EXPECT_TRUE(before->is_announced());
+  EXPECT_TRUE(mail.message("after")->is_announced());
+}
+
 TEST(SimulatedCommunicator, SplitsByTheRulesOfTheOtherRanks) {
   SimulatedRanks ranks(8);
   EXPECT_EQ(ranks.communicator->split(0, 0).status().code(), StatusCode::kUnsupported);
