@@ -122,6 +122,33 @@ TEST_F(GlooCommunicator, AFailureReachesARankThatWaitsForNothing) {
   });
 }
 
+// More bytes than the connections hold: a rank that has received all may not have sent all.
+TEST_F(GlooCommunicator, ALargeSourceMayBeWrittenAgainByTheNextQueuedWork) {
+  constexpr std::size_t kBytes = std::size_t{32} << 20;
+  const TemporaryDirectory store;
+  const std::vector<Status> results = join_all(store.path(), 2, [&](Member& member, int rank) {
+    std::byte* const source = member.allocate(kBytes);
+    std::byte* const target = member.allocate(2 * kBytes);
+    for (int round = 0; round < 4; ++round) {
+      const auto value = static_cast<std::uint8_t>(16 * round + rank);
+      ASSERT_TRUE(member.backend().fill_async(source, value, kBytes, member.stream()).ok());
+      ASSERT_TRUE(
+          member.communicator()
+              .all_gather(
+                  {.source = source, .target = target, .target_stride_bytes = kBytes, .bytes = kBytes},
+                  member.stream())
+              .ok());
+      ASSERT_TRUE(member.backend().fill_async(source, 0xEE, kBytes, member.stream()).ok());
+      const Status finished = member.finish();
+      ASSERT_TRUE(finished.ok()) << finished.to_string();
+      const std::vector<std::byte> all = member.read(target, 2 * kBytes);
+      for (std::size_t i = 0; i < all.size(); i += 1000)
+        ASSERT_EQ(all[i], std::byte(16 * round + i / kBytes)) << "round " << round << " byte " << i;
+    }
+  });
+  for (const Status& result : results) EXPECT_TRUE(result.ok()) << result.to_string();
+}
+
 TEST_F(GlooCommunicator, RemovesTheStoreDirectoryItMade) {
   const TemporaryDirectory parent;
   const std::string store = parent.path() + "/jobs/one";

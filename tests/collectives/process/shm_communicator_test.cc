@@ -276,6 +276,30 @@ TEST(ShmCommunicator, LargeGathersGoInPieces) {
   }
 }
 
+// Rank 2 copies into new memory and so takes longest, and rank 1's slices come last.
+TEST(ShmCommunicator, AMessageWaitsForRanksThatStillReadTheSlots) {
+  constexpr std::size_t kBytes =
+      internal::ShmSegment::kSlotCount * internal::ShmSegment::slot_bytes(internal::kShmDataPlane);
+  ShmWorld world(3, 60s);
+  run_members(world, 3, [&](Member& member, int rank) {
+    std::byte* const gathered = member.allocate(3 * kBytes);
+    const std::byte* const source = member.allocate_filled(kBytes, static_cast<std::uint8_t>(rank));
+    std::byte* const message = member.allocate_filled(kBytes, 0xCB);
+    for (int round = 0; round < 10; ++round) {
+      std::byte* const target = rank == 2 ? member.allocate(3 * kBytes) : gathered;
+      throw_if_error(member.communicator().all_gather(
+          {.source = source, .target = target, .target_stride_bytes = kBytes, .bytes = kBytes},
+          member.stream()));
+      if (rank == 1) throw_if_error(member.communicator().send(message, kBytes, 0, 0, member.stream()));
+      if (rank == 0) throw_if_error(member.communicator().recv(message, kBytes, 1, 0, member.stream()));
+      throw_if_error(member.finish());
+      const std::vector<std::byte> all = member.read(target, 3 * kBytes);
+      for (std::size_t i = 0; i < all.size(); i += 64)
+        ASSERT_EQ(all[i], std::byte(i / kBytes)) << "round " << round << " byte " << i;
+    }
+  });
+}
+
 TEST(ShmCommunicator, AMessageInAnotherOrderIsAnErrorThatNamesBoth) {
   std::vector<Status> causes(2);
   ShmWorld world(2, 60s);
