@@ -3,9 +3,11 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <memory>
 #include <string>
 #include <vector>
 
+#include "allocator/preload/block_book.h"
 #include "tests/allocator/preload/preload_run.h"
 
 namespace forebay::testing {
@@ -99,7 +101,7 @@ TEST(PreloadMemory, TheDefaultPoolReportsItsAllocations) {
   EXPECT_EQ(run.finished.exit_code, 0);
   EXPECT_EQ(run.finished.output,
             "used 5242880, high 5242880\nused 2097152, high 5242880\nhigh after the reset 2097152\n"
-            "used 0, kept 1, trimmed 1\n");
+            "used 0, kept 1, trimmed 1\nused in the next context 1048576, high 1048576\n");
   run.expect_no_hazard();
 }
 
@@ -224,8 +226,24 @@ TEST(PreloadMemory, MemoryKnownOutsideKeepsItsAddress) {
 
   EXPECT_EQ(run.finished.exit_code, 0);
   EXPECT_EQ(run.finished.output,
-            "handle 0\nsame address 1, same memory 1\non another stream 0, on the same 1\n");
+            "handle 0\nsame address 1, same memory 1\non another stream 0, on the same 1\n"
+            "on the thread's own 1\n");
   run.expect_no_hazard();
+}
+
+// The driver may give the addresses of a context that is gone to memory that it serves itself.
+TEST(PreloadMemory, AddressesOfAContextThatIsGoneAreNotTheArenas) {
+  const auto at = [](std::uintptr_t address) { return reinterpret_cast<DevicePtr>(address); };
+  const auto book = std::make_unique<BlockBook>();
+  book->add(at(0x900000), {.bytes = 0x1000, .device = 0});
+  ASSERT_TRUE(book->is_arena_address(at(0x900800)));
+
+  EXPECT_EQ(book->forget_device(0).size(), 1u);
+  book->add(at(0x100000), {.bytes = 0x1000, .device = 0});
+
+  EXPECT_TRUE(book->is_arena_address(at(0x100800)));
+  EXPECT_FALSE(book->is_arena_address(at(0x900800)));
+  EXPECT_FALSE(book->is_arena_address(at(0x500000)));
 }
 
 TEST(PreloadMemory, EveryDeviceHasAnArena) {

@@ -166,6 +166,14 @@ int pool() {
   std::printf("used %llu, kept %d, trimmed %d\n", static_cast<unsigned long long>(get(kUsedMemCurrent)),
               kept >= 5 * kMiB, get(kReservedMemCurrent) < kept);
   CHECK_CU(driver.cuMemFree_v2(plain));
+  // The figures end with the context.
+  CHECK_CU(driver.cuDevicePrimaryCtxReset_v2(0));
+  CHECK_CU(driver.cuCtxSetCurrent(context));
+  CHECK_CU(driver.cuMemAllocAsync(&a, kMiB, nullptr));
+  std::printf("used in the next context %llu, high %llu\n",
+              static_cast<unsigned long long>(get(kUsedMemCurrent)),
+              static_cast<unsigned long long>(get(kUsedMemHigh)));
+  CHECK_CU(driver.cuMemFreeAsync(a, nullptr));
   return 0;
 }
 
@@ -474,6 +482,10 @@ int pinned() {
   CHECK_CU(driver.cuMemAllocAsync(&again, 6 * kMiB, stream));
   std::printf("on another stream %d, on the same %d\n", other == block, again == block);
   CHECK_CU(driver.cuMemFree_v2(other));
+  // Freed on a thread's default stream, it is not lost.
+  CHECK_CU(per_thread.cuMemFreeAsync(again, nullptr));
+  CHECK_CU(per_thread.cuMemAllocAsync(&again, 6 * kMiB, nullptr));
+  std::printf("on the thread's own %d\n", again == block);
   CHECK_CU(driver.cuMemFree_v2(again));
   if (retained == CuResult::kSuccess) CHECK_CU(driver.cuMemRelease(handle));
   // It ends with its context.
