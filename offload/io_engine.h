@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "forebay/file_store.h"
+#include "forebay/store_measurement.h"
 #include "forebay/status.h"
 
 namespace forebay::internal {
@@ -60,8 +61,10 @@ Result<std::unique_ptr<IoEngine>> make_io_uring_engine(std::vector<int> files, u
                                                        bool registered);
 std::unique_ptr<IoEngine> make_thread_engine(std::vector<int> files, unsigned depth, unsigned thread_count);
 
-// Puts an engine of the caller's around the store's: how tests script failures of a drive.
+// Puts an engine of the caller's around the store's: how tests script the failures and the speed of a drive.
 using EngineWrap = std::function<std::unique_ptr<IoEngine>(std::unique_ptr<IoEngine>)>;
 Result<std::unique_ptr<Store>> make_file_store(const FileStoreOptions& options, const EngineWrap& wrap);
+Result<StoreMeasurement> measure_file_store(const FileStoreOptions& options,
+                                            const StoreMeasurementOptions& measured, const EngineWrap& wrap);
 
 }  // namespace forebay::internal

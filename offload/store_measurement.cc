@@ -9,6 +9,7 @@
 
 #include "forebay/check.h"
 #include "forebay/units.h"
+#include "offload/io_engine.h"
 #include "offload/scratch_file.h"
 
 namespace forebay {
@@ -114,8 +115,9 @@ StoreMeasurementPoint choose_point(Span<const StoreMeasurementPoint> points) {
   return *chosen;
 }
 
-Result<StoreMeasurement> measure_file_store(const FileStoreOptions& options,
-                                            const StoreMeasurementOptions& measured) {
+Result<StoreMeasurement> internal::measure_file_store(const FileStoreOptions& options,
+                                                      const StoreMeasurementOptions& measured,
+                                                      const EngineWrap& wrap) {
   const auto refuse = [](StatusCode code, const std::string& why) {
     return Status(code, "cannot measure a file store: " + why);
   };
@@ -144,7 +146,7 @@ Result<StoreMeasurement> measure_file_store(const FileStoreOptions& options,
       used.block_bytes = block_bytes;
       used.depth = depth;
       used.transfer_limit = std::max(options.transfer_limit, depth);
-      FOREBAY_ASSIGN_OR_RETURN(auto made, make_file_store(used));
+      FOREBAY_ASSIGN_OR_RETURN(auto made, make_file_store(used, wrap));
       Store& store = *made;
       FOREBAY_RETURN_IF_ERROR(store.register_memory(buffer.data(), measured.range_bytes));
       FOREBAY_ASSIGN_OR_RETURN(const auto range, store.create_range("measurement", measured.range_bytes));
@@ -162,6 +164,11 @@ Result<StoreMeasurement> measure_file_store(const FileStoreOptions& options,
   }
   result.chosen = choose_point(result.points);
   return result;
+}
+
+Result<StoreMeasurement> measure_file_store(const FileStoreOptions& options,
+                                            const StoreMeasurementOptions& measured) {
+  return internal::measure_file_store(options, measured, {});
 }
 
 }  // namespace forebay

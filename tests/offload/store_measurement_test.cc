@@ -6,8 +6,11 @@
 #include <algorithm>
 #include <filesystem>
 #include <iostream>
+#include <thread>
+#include <utility>
 #include <vector>
 
+#include "offload/io_engine.h"
 #include "tests/support/process.h"
 
 namespace forebay {
@@ -58,6 +61,49 @@ TEST(StoreMeasurement, MeasuresAPointForEachPairAndLeavesNothing) {
   EXPECT_GT(measurement.chosen.depth, 0u);
   EXPECT_FALSE(measurement.description.empty());
   EXPECT_TRUE(std::filesystem::is_empty(directory.path()));
+}
+
+// The first read ends no earlier than twice the time after its begin that has passed before: all writes took
+// less.
+class SlowReads final : public internal::IoEngine {
+ public:
+  explicit SlowReads(std::unique_ptr<internal::IoEngine> inner) : inner_(std::move(inner)) {}
+  int submit(const internal::IoRequest& request) override {
+    const Clock::time_point now = Clock::now();
+    if (!request.write && end_ == made_) end_ = now + 2 * (now - made_);
+    return inner_->submit(request);
+  }
+  std::size_t reap(std::span<internal::IoResult> results, std::chrono::nanoseconds timeout) override {
+    while (Clock::now() < end_) std::this_thread::yield();
+    return inner_->reap(results, timeout);
+  }
+  std::uint64_t register_memory(std::byte* memory, std::size_t bytes) override {
+    return inner_->register_memory(memory, bytes);
+  }
+  std::string description() const override { return inner_->description(); }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  const std::unique_ptr<internal::IoEngine> inner_;
+  const Clock::time_point made_ = Clock::now();
+  Clock::time_point end_ = made_;
+};
+
+TEST(StoreMeasurement, TellsReadsFromWrites) {
+  const TemporaryDirectory directory;
+  FileStoreOptions options;
+  options.directories = {directory.path()};
+  StoreMeasurementOptions measured;
+  measured.block_bytes = {128 << 10};
+  measured.range_bytes = 128 << 10;
+  measured.duration = std::chrono::milliseconds(0);  // One block each way.
+
+  const auto result = internal::measure_file_store(
+      options, measured, [](auto inner) { return std::make_unique<SlowReads>(std::move(inner)); });
+
+  ASSERT_TRUE(result.ok()) << result.status().to_string();
+  const StoreMeasurementPoint& point = result.value().points.at(0);
+  EXPECT_LT(point.read_bytes_per_second, point.write_bytes_per_second);
 }
 
 TEST(StoreMeasurement, StopsAtTheFirstPointWhenItsTimeIsOver) {
