@@ -38,6 +38,8 @@ class Process {
     id_ = ::fork();
     if (id_ == 0) {
       ::setpgid(0, 0);
+      // A shell's background job, or nohup, has them ignored.
+      for (const int number : {SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGPIPE}) ::signal(number, SIG_DFL);
       ::dup2(pipe_ends[1], STDOUT_FILENO);
       ::dup2(pipe_ends[1], STDERR_FILENO);
       ::close(pipe_ends[0]);
