@@ -460,6 +460,20 @@ TEST_P(StoreConformance, RegisteredMemoryIsUsedAsOther) {
   store_.reset();
 }
 
+TEST_P(StoreConformance, MemoryMayBeRegisteredInPart) {
+  Memory memory(16 * kBlock);
+  ASSERT_TRUE(store_->register_memory(memory.data(), 5 * kBlock / 2).ok());
+  const StoreRange range = make_range("w", 8 * kBlock);
+  fill_pattern(memory.bytes().first(8 * kBlock), 9);
+
+  const Status written = write_all(*store_, range, 0, memory.bytes().first(8 * kBlock));
+  const Status read = read_all(*store_, range, 0, memory.bytes().subspan(8 * kBlock));
+
+  ASSERT_TRUE(written.ok()) << written.to_string();
+  ASSERT_TRUE(read.ok()) << read.to_string();
+  EXPECT_TRUE(equal(memory.bytes().first(8 * kBlock), memory.bytes().subspan(8 * kBlock)));
+}
+
 TEST_P(StoreConformance, CountsBytesAndOperations) {
   const StoreRange range = make_range("w", 3 * kBlock + 1);
   Memory memory(3 * kBlock + 1);

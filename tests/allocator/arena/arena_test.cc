@@ -516,6 +516,7 @@ TEST_F(ArenaTest, CountsLiveAndPeakBytesPerTag) {
   give(block);
   ASSERT_TRUE(arena_->slot_destroy(slot).ok());
   EXPECT_EQ(arena_->statistics(tag).live_bytes, 0u);
+  EXPECT_EQ(arena_->statistics(tag).requested_bytes, 0u);
   EXPECT_EQ(arena_->statistics(tag).peak_live_bytes, 3072 + kChunk + 512);
   EXPECT_EQ(arena_->statistics(tag).peak_reserved_bytes, 2 * kChunk);
   arena_->reset_peaks();

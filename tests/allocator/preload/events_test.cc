@@ -579,6 +579,16 @@ TEST_F(EventFile, AnEventThatWasBeingWrittenIsLeftOut) {
   EXPECT_EQ(log.value().first_number, 0u);
 }
 
+TEST_F(EventFile, ADeviceThatOnlyRefusedIsRead) {
+  header().devices[1].refused = 2;
+  const Result<PreloadEventLog> log = read();
+
+  ASSERT_TRUE(log.ok()) << log.status().message();
+  ASSERT_EQ(log.value().devices.size(), 2u);
+  EXPECT_EQ(log.value().devices[1].device, 1);
+  EXPECT_EQ(log.value().devices[1].refused, 2u);
+}
+
 // The ring is full, and the process was killed while it wrote over the oldest event.
 TEST_F(EventFile, TheOldestEventOfAFullRingMayBeIncomplete) {
   const std::uint64_t written = header().written;
