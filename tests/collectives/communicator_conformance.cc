@@ -262,6 +262,21 @@ TEST_P(CommunicatorConformance, RemembersItsLastOperations) {
   });
 }
 
+TEST_P(CommunicatorConformance, RemembersItsLastOperationsInOrderWhenTheyAreMany) {
+  run([&](Member& member, int) {
+    Communicator& communicator = member.communicator();
+    constexpr int kBarriers = 100;
+    for (int i = 0; i < kBarriers; ++i) ASSERT_TRUE(communicator.barrier().ok());
+
+    const std::vector<OperationRecord> records = communicator.last_operations();
+
+    ASSERT_LT(records.size(), static_cast<std::size_t>(kBarriers));
+    for (std::size_t i = 0; i < records.size(); ++i)
+      EXPECT_EQ(records[i].what,
+                "barrier (operation " + std::to_string(kBarriers - records.size() + i) + ")");
+  });
+}
+
 TEST_P(CommunicatorConformance, RemembersTheLastOperationsOfCommunicatorsSplitFromIt) {
   if (size() < 3) GTEST_SKIP() << kNeedsThree;
   run([&](Member& member, int rank) {

@@ -111,6 +111,24 @@ TEST_F(Launch, GivesEachProcessItsRankAndOneStore) {
   expect_nothing_left(ranks);
 }
 
+// As where a rank of another launcher launches ranks.
+TEST_F(Launch, VariablesOfAnOuterLaunchAreReplaced) {
+  const char* const outer[] = {"FOREBAY_SIZE", "FOREBAY_LOCAL_RANK", "FOREBAY_LOCAL_SIZE", "FOREBAY_STORE"};
+  for (const char* name : outer) setenv(name, "1", 1);
+  start(3, 5s, {"exit", "0"});
+  for (const char* name : outer) unsetenv(name);
+  const std::vector<Report> ranks = reports();
+
+  EXPECT_EQ(wait(), 0);
+  for (int rank = 0; rank < 3; ++rank) {
+    const Report& report = ranks[static_cast<std::size_t>(rank)];
+    EXPECT_EQ(report.size, 3);
+    EXPECT_EQ(report.local_rank, rank);
+    EXPECT_EQ(report.local_size, 3);
+    EXPECT_EQ(report.store.find(directory_), 0u);
+  }
+}
+
 TEST_F(Launch, LeavesWithTheCodeOfTheFailedRank) {
   start(3, 5s, {"hang", "1", "7"});
   const std::vector<Report> ranks = reports();

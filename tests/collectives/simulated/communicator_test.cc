@@ -4,6 +4,7 @@
 
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "forebay/error.h"
@@ -44,11 +45,16 @@ std::vector<SimulatedLevel> levels(int ranks) {
 class SimulatedRanks {
  public:
   explicit SimulatedRanks(int size, GatherAlgorithm gather = GatherAlgorithm::kRing)
+      : SimulatedRanks(size, gather, levels((size + 3) / 4 * 4)) {}
+  SimulatedRanks(int size, GatherAlgorithm gather, std::vector<SimulatedLevel> links)
       : backend(value_or_throw(ModelBackend::create({.timing = &timing, .clock = &clock}))),
         kernels(value_or_throw(Kernels::create(*backend))),
-        communicator(value_or_throw(SimulatedCommunicator::create(
-            {.size = size, .levels = levels((size + 3) / 4 * 4), .gather = gather, .control_seconds = 10e-6},
-            *backend, *kernels))),
+        communicator(value_or_throw(SimulatedCommunicator::create({.size = size,
+                                                                   .levels = std::move(links),
+                                                                   .gather = gather,
+                                                                   .processor_resource = kCompute,
+                                                                   .control_seconds = 10e-6},
+                                                                  *backend, *kernels))),
         stream(value_or_throw(backend->stream_create())),
         memory(value_or_throw(backend->alloc(std::size_t{1} << 36))) {}
 
@@ -108,6 +114,20 @@ TEST(SimulatedCommunicator, OverlappingCollectivesShareTheLinks) {
   throw_if_error(ranks.communicator->all_gather(ranks.gathering(1'000'000), ranks.stream));
   throw_if_error(ranks.communicator->all_gather(ranks.gathering(1'000'000), other));
   EXPECT_NEAR(ranks.finish(), 5 + 2 * 4 * (200 + 1), 1e-3);
+}
+
+TEST(SimulatedCommunicator, ProcessorsCarryTheBytesOfAllPeers) {
+  std::vector<SimulatedLevel> links = levels(4);
+  links[0].processor_seconds_per_byte = 1e-9;
+  for (const GatherAlgorithm gather : {GatherAlgorithm::kDirect, GatherAlgorithm::kRing}) {
+    SimulatedRanks ranks(4, gather, links);
+    throw_if_error(ranks.communicator->all_gather(ranks.gathering(1'000'000), ranks.stream));
+    EXPECT_NEAR(ranks.finish(), (gather == GatherAlgorithm::kRing ? 3 : 1) + 3000, 1e-3);
+    throw_if_error(ranks.communicator->reduce_scatter(ranks.reduction(500'000), ranks.stream));
+    EXPECT_NEAR(ranks.finish(), 1 + 3000, 1e-3);
+    throw_if_error(ranks.communicator->send(ranks.memory, 1'000'000, 3, 0, ranks.stream));
+    EXPECT_NEAR(ranks.finish(), 1 + 1000, 1e-3);
+  }
 }
 
 TEST(SimulatedCommunicator, AMessageTakesItsLevel) {
