@@ -459,8 +459,9 @@ void SavedStateFiles::survive_kills(int kills) {
     saver.kill();
     while (saver.next(step)) least = step;
     for (const auto& entry : std::filesystem::directory_iterator(directory_)) {
-      if (entry.path().filename().string().starts_with("step-"))
+      if (entry.path().filename().string().starts_with("step-")) {
         EXPECT_TRUE(std::filesystem::exists(entry.path() / "manifest.json")) << entry.path();
+      }
     }
     if (least == 0) continue;
     const Status status = verdict([&] { EXPECT_GE(load(directory_), least); });
