@@ -35,6 +35,14 @@ std::size_t chosen_limit(PreloadMode mode) {
   return bytes;
 }
 
+void check_room(PreloadMode mode) {
+  const char* room = std::getenv(kPreloadRoomVariable);
+  std::uint64_t bytes = 0;
+  if (mode != PreloadMode::kArena || room == nullptr || room[0] == '\0' || parse_bytes(room, &bytes)) return;
+  log(LogLevel::kWarning, "%s is '%s'; use bytes, such as 384MiB, or 0; until then the arena serves nothing",
+      kPreloadRoomVariable, room);
+}
+
 // The name of a call that the driver lacks and the preload needs; null: none.
 const char* missing_call(const PreloadStart& start) {
   const HookedCalls& real = *start.real;
@@ -74,6 +82,7 @@ extern "C" int forebay_preload_start(const PreloadStart* start) {
   state.used = *start->used;
   state.mode = mode;
   state.memory_limit = chosen_limit(mode);
+  check_room(mode);
   state.hooked_dlsym = start->hooked_dlsym;
   state.record = &preload_record_of_process(mode);
   if (const char* missing = missing_call(*start)) {

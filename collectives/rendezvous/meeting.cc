@@ -9,6 +9,7 @@
 #include "collectives/rendezvous/authentication.h"
 #include "collectives/rendezvous/byte_text.h"
 #include "forebay/log.h"
+#include "forebay/text.h"
 
 namespace forebay::internal {
 namespace {
@@ -80,7 +81,8 @@ std::string absent_ranks(const std::vector<char>& came) {
 Status nobody_came(const RendezvousStore& store, const Participant& me, milliseconds waited,
                    const std::vector<char>& came, const std::string& doubt) {
   return Status(StatusCode::kTimeout, "rank ", me.rank, " of ", me.size, " waited ", waited.count(),
-                " ms in ", store.where(), ": ", absent_ranks(came), doubt.empty() ? "" : " (" + doubt + ")",
+                " ms in ", shown_text(store.where()), ": ", absent_ranks(came),
+                doubt.empty() ? "" : " (" + doubt + ")",
                 "; start all ranks, with the same store and the same size");
 }
 
@@ -98,7 +100,8 @@ class Notice {
     const auto first = std::find(came.begin(), came.end(), 1) - came.begin();
     if (first != me_.rank || left <= 0) return;
     log(LogLevel::kWarning, "rank %d of %d waits in %s: %s yet; it waits at most %lld s more", me_.rank,
-        me_.size, store_.where().c_str(), absent_ranks(came).c_str(), static_cast<long long>(left));
+        me_.size, shown_text(store_.where()).c_str(), absent_ranks(came).c_str(),
+        static_cast<long long>(left));
   }
 
  private:

@@ -174,6 +174,7 @@ Status plan_activations(ActivationRequest wanted, const PlanBudget& budget, Plan
   }
   FOREBAY_ASSIGN_OR_RETURN(ActivationReport made, make_activation_report(wanted));
   request->activation_bytes = made.device_bytes();
+  request->host_activation_bytes = made.plan ? made.plan->host_bytes() : 0;
   reports->push_back(std::move(made));
   return {};
 }

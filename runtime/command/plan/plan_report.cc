@@ -528,6 +528,7 @@ Result<PlanReport> make_plan_report(const PlanRequest& request) {
                                                    .dtype = request.options.dtype,
                                                    .fused_attention = request.fused_attention}));
     report.bytes.activations = request.activation_bytes.value_or(estimate);
+    report.bytes.host_activations = request.host_activation_bytes;
   }
   if (request.shape && request.preset == Preset::kPaper) {
     // "12 x hidden dim x batch x seq length x layers" elements: section 3.2, footnote 3. The estimate above
@@ -625,7 +626,9 @@ std::string shrink_advice(const PlanReport& report, std::uint64_t memory_bytes) 
 
 std::vector<LimitVerdict> judge_host(const PlanReport& report, const std::vector<HostLimit>& limits,
                                      std::uint64_t ranks_here) {
-  const auto of_rank = [](const PlanFigures& bytes) { return bytes.needed() + bytes.pinned.value_or(0); };
+  const auto of_rank = [](const PlanFigures& bytes) {
+    return bytes.needed() + bytes.pinned.value_or(0) + bytes.host_activations;
+  };
   std::vector<std::uint64_t> by_stage;
   for (const StageFigures& stage : report.pipeline) by_stage.push_back(of_rank(stage.bytes));
   if (by_stage.empty()) by_stage.push_back(of_rank(report.bytes));

@@ -38,6 +38,7 @@ struct PlanRequest {
   bool fused_attention = false;
   // Replaces the estimate if the placement of activations is known (activation_report.h). Preset forebay.
   std::optional<std::uint64_t> activation_bytes;
+  std::uint64_t host_activation_bytes = 0;  // Pinned, for activations that leave the device.
   PlanOptions options;  // `ranks` are the data-parallel ones; the others follow from `part`.
   ModelPart part;  // The part of the shape on a rank. One of several parts needs preset forebay and a shape.
   Preset preset = Preset::kForebay;
@@ -53,6 +54,7 @@ struct PlanFigures {
   std::optional<std::uint64_t> activations;
   std::optional<std::uint64_t> reserved;  // The device budget must hold these; in whole chunks.
   std::optional<std::uint64_t> pinned;    // Pinned host memory of the offload: all of `host`.
+  std::uint64_t host_activations = 0;     // Pinned too.
   std::optional<std::uint64_t> total;     // None while a part that the preset counts is not known.
 
   std::uint64_t model_states() const { return parameters + gradients + optimizer; }

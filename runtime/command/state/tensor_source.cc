@@ -51,6 +51,7 @@ class Safetensors : public TensorSource {
   explicit Safetensors(const std::vector<std::string>& paths) {
     for (const std::string& path : paths) add_file(files_.add(path));
     for (auto& [name, tensor] : by_name_) {
+      if (tensor.count == 0) continue;
       tensors_.push_back({name, tensor.shape, tensor.count});
       places_.push_back(tensor);
     }
@@ -129,8 +130,7 @@ class Safetensors : public TensorSource {
     }
     const std::uint64_t begin = number_of(entry.at("data_offsets").at(0));
     const std::uint64_t end = number_of(entry.at("data_offsets").at(1));
-    if (begin > end || end > file.bytes() - data_at || (end - begin) / element_bytes(*type) != place.count ||
-        place.count == 0)
+    if (begin > end || end > file.bytes() - data_at || (end - begin) / element_bytes(*type) != place.count)
       refuse_import(file.path(), "the place of " + shown_value(name) + " is not that of its elements");
     place.at = data_at + begin;
     if (!by_name_.emplace(name, std::move(place)).second)

@@ -2,6 +2,7 @@
 
 #include <dirent.h>
 #include <fcntl.h>
+#include <pthread.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -193,8 +194,9 @@ void StateDirectory::remove(const std::string& name) const noexcept {
 
 namespace {
 
-// The locks of this process, and how often each was taken. A child of fork() has none of them. A lock would
-// end when any descriptor of its file is closed, so each file is opened once.
+// The locks of this process, and how often each was taken. They belong to the descriptors here, so that other
+// descriptors of the files may be closed, as a backup of the directory does. A child of fork() has none of
+// them: its copies of the descriptors, which would keep the locks after this process, are closed.
 struct TakenLocks {
   struct Taken {
     Descriptor file;
@@ -202,12 +204,17 @@ struct TakenLocks {
     bool saves = false;
   };
   std::mutex mutex;
-  pid_t process = 0;
   std::map<std::pair<dev_t, ino_t>, Taken> by_directory;
 };
 
 TakenLocks& taken_locks() {
-  static TakenLocks locks;
+  static TakenLocks& locks = *new TakenLocks;  // Until the end of the process: a fork may come at any time.
+  static const int has_handlers = ::pthread_atfork([] { locks.mutex.lock(); }, [] { locks.mutex.unlock(); },
+                                                   [] {
+                                                     locks.by_directory.clear();
+                                                     locks.mutex.unlock();
+                                                   });
+  static_cast<void>(has_handlers);
   return locks;
 }
 
@@ -229,7 +236,6 @@ StateLock::StateLock(const StateDirectory& directory, bool saves) : saves_(saves
   key_ = {facts.st_dev, facts.st_ino};
   TakenLocks& locks = taken_locks();
   const std::lock_guard guard(locks.mutex);
-  if (std::exchange(locks.process, ::getpid()) != ::getpid()) locks.by_directory.clear();
   if (const auto taken = locks.by_directory.find(key_); taken != locks.by_directory.end()) {
     if (saves && taken->second.saves) {
       throw Error(StatusCode::kUnavailable, "cannot save in " + shown_path(directory.path()) +
@@ -247,7 +253,7 @@ StateLock::StateLock(const StateDirectory& directory, bool saves) : saves_(saves
   struct flock lock {};
   lock.l_type = F_WRLCK;
   lock.l_whence = SEEK_SET;
-  if (::fcntl(file.number(), F_SETLK, &lock) != 0) {
+  if (::fcntl(file.number(), F_OFD_SETLK, &lock) != 0) {
     if (errno != EAGAIN && errno != EACCES) {
       log(LogLevel::kWarning, "cannot lock %s: %s; see to it that no other job saves its state there",
           path.c_str(), std::strerror(errno));

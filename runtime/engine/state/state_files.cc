@@ -505,11 +505,7 @@ void publish_state(const StateDirectory& directory, const std::string& name, Jso
   directory.rename(kNextLatest, kLatest);
   directory.sync();
   remove_unfinished(directory);
-  if (keep > 1) {
-    remove_all_but(directory, target, keep);
-  } else if (!superseded.empty()) {
-    remove_state(directory, superseded);
-  }
+  remove_all_but(directory, target, std::max(keep, 1));
 }
 
 }  // namespace forebay::internal

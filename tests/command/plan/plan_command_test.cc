@@ -529,6 +529,18 @@ TEST(PlanCommand, HoldsTheRanksOfThisHostAgainstIt) {
   EXPECT_EQ(needed_by(1).first, std::max(stages.at(0), stages.at(1)));
 }
 
+TEST(PlanCommand, HoldsPinnedActivationsAgainstThisHost) {
+  const Outcome outcome = plan(std::string(kShape) +
+                               "--ranks 2 --tensor-parallel 2 --stage 0 --json --host-ranks 2 --batch 2 "
+                               "--recompute block --activations partition+cpu");
+  const Json json = Json::parse(outcome.output);
+
+  const auto pinned = json.at("activations").at("plan").at("pinned").get<std::uint64_t>();
+  const auto reserved = json.at("bytes_per_rank").at("reserved").get<std::uint64_t>();
+  EXPECT_GT(pinned, 0u);
+  EXPECT_EQ(json.at("host").at("limits").at(0).at("needed_bytes"), 2 * (reserved + pinned));
+}
+
 TEST(PlanCommand, RefusesBadInputWithItsNameAndExitCode2) {
   const std::string shape(kShape);
   const BadInput cases[] = {

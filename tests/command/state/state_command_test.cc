@@ -377,7 +377,8 @@ TEST_F(StateCommand, ImportsSafetensorsAsAStateThatAnEngineLoads) {
     EXPECT_FALSE(fs::exists(root_ + "/bad/latest"));
   };
   const std::string odd = R"({"a":{"dtype":"F32","shape":[],"data_offsets":[0,4]},)"
-                          R"("b":{"dtype":"F32","shape":[3],"data_offsets":[4,16]}})";
+                          R"("b":{"dtype":"F32","shape":[3],"data_offsets":[4,16]},)"
+                          R"("empty":{"dtype":"F32","shape":[0,2],"data_offsets":[16,16]}})";
   const float values[] = {5, 1, std::numeric_limits<float>::quiet_NaN(),
                           -std::numeric_limits<float>::infinity()};
   std::ofstream(root_ + "/odd.safetensors", std::ios::binary)

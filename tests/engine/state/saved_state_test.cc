@@ -195,6 +195,32 @@ TEST_F(SavedStateFiles, AnotherJobIsToldWhoSavesThere) {
   EXPECT_EQ(load(directory_), 2U);
 }
 
+// A trainer that copies its directory opens and closes the lock's file; its children outlive it.
+TEST_F(SavedStateFiles, ALockEndsWithItsProcessAndNotBefore) {
+  save(directory_, 1);
+  int release[2];
+  ASSERT_EQ(::pipe(release), 0);
+  Child other([&](int out) {
+    const StateLock lock{StateDirectory(directory_)};
+    std::ifstream(file(".lock")).get();
+    if (::fork() == 0) {
+      ::close(release[1]);
+      char end = 0;
+      ::_exit(static_cast<int>(::read(release[0], &end, 1)));
+    }
+    report(out, 1);
+    for (;;) ::pause();
+  });
+  ::close(release[0]);
+  std::uint64_t ready = 0;
+  ASSERT_TRUE(other.next(ready));
+  EXPECT_EQ(verdict([&] { save(directory_, 2); }).code(), StatusCode::kUnavailable);
+  other.kill();
+  save(directory_, 2);
+  EXPECT_EQ(load(directory_), 2U);
+  ::close(release[1]);
+}
+
 TEST_F(SavedStateFiles, AnEngineKeepsItsLockUntilItEnds) {
   const ToyOptions options = options_for(1, DataType::kBfloat16, 2);
   const auto can_lock = [&] {
