@@ -11,6 +11,7 @@
 
 #include "collectives/launch/launch_variables.h"
 #include "collectives/launch/runtime_directory.h"
+#include "forebay/text.h"
 
 extern char** environ;
 
@@ -303,6 +304,23 @@ bool started_by_slurm(const Variables& variables) {
   return rank && (*rank != "0" || has(variables, slurm_size_name(variables)));
 }
 
+// A launcher of several ranks whose variables do not count, so that each rank would train alone.
+Status check_alone(const Variables& variables, const LaunchEnvironment& environment) {
+  const bool is_meant = environment.launcher == "forebay" || has(variables, "TORCHELASTIC_RUN_ID");
+  if (environment.size > 1 || is_meant) return {};
+  for (const char* name : {"OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "JSM_NAMESPACE_SIZE", "PMI_SIZE"}) {
+    const std::string size = find(variables, name).value_or("1");
+    if (size == "1") continue;
+    return invalid_argument(
+        name, " is ", shown_value(size),
+        environment.launcher == "none" ? ", but nothing tells the rank's place on its host"
+                                       : ", but the variables of " + environment.launcher + " say one rank",
+        "; set FOREBAY_RANK, FOREBAY_SIZE, FOREBAY_LOCAL_RANK and FOREBAY_LOCAL_SIZE (a process that trains "
+        "alone: FOREBAY_RANK=0 and FOREBAY_SIZE=1)");
+  }
+  return {};
+}
+
 struct Launcher {
   const char* name;
   bool is_present;
@@ -379,6 +397,7 @@ Result<LaunchEnvironment> internal::read_launch_variables(const Variables& varia
       FOREBAY_RETURN_IF_ERROR(launcher->read_locality(variables, &environment));
     if (launcher->job != nullptr) job = launcher->job(variables);
   }
+  FOREBAY_RETURN_IF_ERROR(check_alone(variables, environment));
   FOREBAY_RETURN_IF_ERROR(choose_store(variables, job, &environment));
   return environment;
 }

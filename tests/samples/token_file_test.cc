@@ -87,14 +87,14 @@ TEST_F(Tokens, AStateIsResumedWithTheSameFileOnly) {
   write("a.bin", {}, tokens_);
   tokens_[1500] = 'x';
   write("b.bin", {}, tokens_);
-  EXPECT_NE(Text::map(path("a.bin")).hash(), Text::map(path("b.bin")).hash());
-  EXPECT_EQ(Text::map(path("a.bin")).hash(), Text::map(path("a.bin")).hash());
+  EXPECT_NE(Text::open(path("a.bin")).hash(), Text::open(path("b.bin")).hash());
+  EXPECT_EQ(Text::open(path("a.bin")).hash(), Text::open(path("a.bin")).hash());
 }
 
 TEST_F(Tokens, BeyondTheVocabularyAreNamed) {
   tokens_[700] = 256;
   write("large.bin", {}, tokens_);
-  const Text text = Text::map(path("large.bin"));
+  const Text text = Text::open(path("large.bin"));
   std::vector<Token> copied(10);
   text.copy(690, copied);
   EXPECT_EQ(copied[9], tokens_[699]);
@@ -105,6 +105,21 @@ TEST_F(Tokens, BeyondTheVocabularyAreNamed) {
     EXPECT_EQ(error.code(), StatusCode::kInvalidArgument);
     EXPECT_NE(std::string(error.what()).find("token 700"), std::string::npos) << error.what();
     EXPECT_NE(std::string(error.what()).find("is 256"), std::string::npos) << error.what();
+  }
+}
+
+TEST_F(Tokens, AFileThatIsShortenedMeanwhileIsReported) {
+  write("cut.bin", {}, tokens_);
+  const Text text = Text::open(path("cut.bin"));
+  std::vector<Token> copied(10);
+  fs::resize_file(path("cut.bin"), 2 * 695);
+  text.copy(685, copied);
+  try {
+    text.copy(690, copied);
+    ADD_FAILURE() << "copied";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), StatusCode::kIoError);
+    EXPECT_NE(std::string(error.what()).find("shorter"), std::string::npos) << error.what();
   }
 }
 

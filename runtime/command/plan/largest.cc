@@ -9,7 +9,8 @@
 namespace forebay {
 namespace {
 
-constexpr std::uint64_t kLayersMost = 100'000;  // A shape's limit.
+// A plan's time is proportional to its layers. Larger: tens of seconds for a model of tiny layers.
+constexpr std::uint64_t kLayersMost = 10'000;
 constexpr std::uint64_t kBatchMost = std::uint64_t{1} << 24;
 
 }  // namespace
@@ -66,8 +67,9 @@ std::string largest_text(const std::vector<LargestFigures>& figures, const PlanB
       {""}, {"largest model, parameters"}, {"its layers"}, {"largest batch as given"}};
   for (const LargestFigures& one : figures) {
     rows[0].push_back("stage " + std::to_string(one.stage));
-    rows[1].push_back(one.layers == 0 ? "none fits" : grouped(one.parameters));
-    rows[2].push_back(grouped(one.layers));
+    const std::string bound = one.layers == kLayersMost ? "at least " : "";
+    rows[1].push_back(one.layers == 0 ? "none fits" : bound + grouped(one.parameters));
+    rows[2].push_back(bound + grouped(one.layers));
     rows[3].push_back(one.batch == 0 ? "none fits" : grouped(one.batch));
   }
   return description + "\ngrown in layers, then in sequences, on devices of " +

@@ -16,7 +16,8 @@ namespace forebay {
 // One ZeRO stage.
 struct LargestFigures {
   int stage = 0;
-  std::uint64_t layers = 0;  // The largest model of the shape's width that fits; 0: not even one layer.
+  // The largest model of the shape's width that fits; 0: not even one layer. At most 10,000 are tried.
+  std::uint64_t layers = 0;
   std::uint64_t parameters = 0;
   std::uint64_t batch = 0;  // The largest of the model as it was given; 0: not even one sequence.
 };

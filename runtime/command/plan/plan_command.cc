@@ -328,8 +328,8 @@ void add_plan_command(CLI::App& app, Action& action) {
                                   "memory; in a pipeline, those that need most. 0: not judged")
                             ->capture_default_str();
   command->add_flag("--largest", a.largest,
-                    "Print the largest model of the shape's width, grown in layers, and the largest batch of "
-                    "the shape, that --memory holds");
+                    "Print the largest model of the shape's width, grown to at most 10,000 layers, and the "
+                    "largest batch of the shape, that --memory holds");
   command->add_flag("--json", a.json, "Print JSON");
   command->footer(
       std::string(

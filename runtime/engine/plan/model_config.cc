@@ -115,6 +115,7 @@ Result<TransformerShape> parse_llama(const Json& object, std::string_view kind, 
                      .active = reader.required("num_experts_per_tok"),
                      .intermediate = shape.intermediate};
   }
+  bool every_layer_has_experts = true;
   if (kind == "deepseek_v2" || kind == "deepseek_v3") {
     shape.experts = {.count = reader.required("n_routed_experts"),
                      .active = reader.required("num_experts_per_tok"),
@@ -126,8 +127,14 @@ Result<TransformerShape> parse_llama(const Json& object, std::string_view kind, 
                     .rotary_dimension = reader.required("qk_rope_head_dim"),
                     .value_dimension = reader.required("v_head_dim")};
     shape.head_dimension = reader.required("qk_nope_head_dim");
+    every_layer_has_experts = reader.optional("moe_layer_freq") <= 1;
   }
   FOREBAY_RETURN_IF_ERROR(reader.status());
+  if (!every_layer_has_experts) {
+    return Status(
+        StatusCode::kUnsupported,
+        name + " has \"moe_layer_freq\" above 1, which is not planned; give the number of parameters");
+  }
   return complete_shape(shape);
 }
 

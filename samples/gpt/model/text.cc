@@ -50,14 +50,17 @@ Text::Text(std::vector<std::uint8_t> bytes, std::size_t vocabulary)
   for (const std::uint8_t byte : bytes_) hash_ = mixed(hash_, byte);
 }
 
-Text Text::map(const std::string& file, std::size_t vocabulary) {
+Text Text::open(const std::string& file, std::size_t vocabulary) {
   Text text({}, vocabulary);
   text.file_ = std::make_shared<const TokenFile>(file);
   const std::uint64_t size = text.size();
   text.hash_ = mixed(kHashBegin, size);
   const std::uint64_t hashed = std::min(size, kHashedTokens);
-  for (std::uint64_t i = 0; i < hashed; ++i)
-    text.hash_ = mixed(text.hash_, text.file_->tokens()[i * (size / hashed)]);
+  for (std::uint64_t i = 0; i < hashed; ++i) {
+    Token token = 0;
+    text.file_->read(i * (size / hashed), {&token, 1});
+    text.hash_ = mixed(text.hash_, token);
+  }
   return text;
 }
 
@@ -72,8 +75,10 @@ Text Text::encoded(const BytePairs& tokenizer) const {
 void Text::copy(std::uint64_t first, std::span<Token> target) const {
   if (is_bytes()) {
     std::copy_n(bytes_.begin() + static_cast<std::ptrdiff_t>(first), target.size(), target.begin());
+  } else if (file_ != nullptr) {
+    file_->read(first, target);
   } else {
-    std::copy_n(tokens().begin() + static_cast<std::ptrdiff_t>(first), target.size(), target.begin());
+    std::copy_n(tokens_.begin() + static_cast<std::ptrdiff_t>(first), target.size(), target.begin());
   }
   const auto other =
       std::find_if(target.begin(), target.end(), [&](Token token) { return token >= vocabulary_; });
@@ -82,7 +87,7 @@ void Text::copy(std::uint64_t first, std::span<Token> target) const {
 
 void Text::refuse(std::uint64_t place, Token token) const {
   const std::string name = (is_bytes() ? "byte " : "token ") + std::to_string(place) + " of " +
-                           (is_mapped() ? shown_path(file_->path()) : "the text");
+                           (is_token_file() ? shown_path(file_->path()) : "the text");
   throw Error(StatusCode::kInvalidArgument,
               name + " is " + std::to_string(token) + ", and this model has a vocabulary of " +
                   std::to_string(vocabulary_) + "; give a text of its tokens, or a larger --vocabulary");

@@ -22,26 +22,27 @@ class Text {
   static Text read(const std::vector<std::string>& files, std::size_t vocabulary = kVocabulary);
   explicit Text(std::vector<std::uint8_t> bytes, std::size_t vocabulary = kVocabulary);
   // Errors: those of TokenFile.
-  static Text map(const std::string& file, std::size_t vocabulary = kVocabulary);
+  static Text open(const std::string& file, std::size_t vocabulary = kVocabulary);
   // This text of bytes as tokens of `tokenizer`.
   Text encoded(const BytePairs& tokenizer) const;
 
   // Tokens; without a tokenizer a token of a text file is a byte.
-  std::uint64_t size() const { return is_bytes() ? bytes_.size() : tokens().size(); }
+  std::uint64_t size() const {
+    return is_bytes() ? bytes_.size() : file_ != nullptr ? file_->size() : tokens_.size();
+  }
   // Copies the tokens from `first` on. Requires: there are as many. Errors: throws Error(kInvalidArgument)
-  // naming a token that is not in the vocabulary.
+  // naming a token that is not in the vocabulary, kIoError as TokenFile::read.
   void copy(std::uint64_t first, std::span<Token> target) const;
   // Empty unless is_bytes().
   std::span<const std::uint8_t> bytes() const { return bytes_; }
   bool is_bytes() const { return file_ == nullptr && !is_encoded_; }
-  bool is_mapped() const { return file_ != nullptr; }
+  bool is_token_file() const { return file_ != nullptr; }
   // FNV-1a over the bytes, by which ranks notice that their files differ. A file of tokens is hashed over its
   // length and kHashedTokens of them, which lie evenly in it.
   static constexpr std::uint64_t kHashedTokens = 4096;
   std::uint64_t hash() const { return hash_; }
 
  private:
-  std::span<const Token> tokens() const { return file_ != nullptr ? file_->tokens() : tokens_; }
   [[noreturn]] void refuse(std::uint64_t place, Token token) const;
 
   std::size_t vocabulary_ = kVocabulary;

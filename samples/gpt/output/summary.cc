@@ -42,9 +42,9 @@ std::string data_text(const RankModel& model) {
   const std::uint64_t tokens = model.options.batch * model.options.model.sequence;
   // No row has the word "step" before a space: scripts wait for "step " to know that steps have begun.
   return grouped(model.text.size()) +
-         (model.text.is_mapped()  ? " tokens of a file; "
-          : model.text.is_bytes() ? " bytes of text; "
-                                  : " tokens of text; ") +
+         (model.text.is_token_file() ? " tokens of a file; "
+          : model.text.is_bytes()    ? " bytes of text; "
+                                     : " tokens of text; ") +
          grouped(tokens) + " tokens per rank and micro-step, " +
          grouped(static_cast<std::uint64_t>(model.tokens_per_step())) + " in each step";
 }

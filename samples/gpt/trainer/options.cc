@@ -209,7 +209,7 @@ void add_training_options(CLI::App& app, TrainerOptions& o, Words& words) {
   training.text(
       "--data", o.data, "FILE",
       "In place of text, a file of tokens as 16-bit numbers, as nanoGPT and llm.c write them. It is "
-      "mapped, not read as a whole. Tokens are below --vocabulary");
+      "read in parts, not as a whole. Tokens are below --vocabulary");
   training.number("--batch", o.batch, 1, kSizeMax, "Samples per data-parallel rank and micro-step");
   training.number("--steps", o.steps, 0, (std::uint64_t{1} << 62) - 1,
                   "Steps in all, including those before a resume");
@@ -597,7 +597,7 @@ TrainerOptions resolve_options(TrainerOptions options) {
 namespace {
 
 Text text_of(const TrainerOptions& o, const std::vector<std::string>& files, const std::string& data) {
-  if (!data.empty()) return Text::map(data, o.model.vocabulary);
+  if (!data.empty()) return Text::open(data, o.model.vocabulary);
   Text text = Text::read(files, o.model.vocabulary);
   return o.tokenizer != nullptr ? text.encoded(*o.tokenizer) : text;
 }

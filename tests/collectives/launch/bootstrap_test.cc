@@ -303,6 +303,9 @@ TEST(LaunchEnvironment, SaysWhichVariableIsWrong) {
        "FLUX_JOB_NNODES is \"x\""},
       {{{"PMI_RANK", "0"}, {"PMI_SIZE", "2"}, {"MPI_LOCALRANKID", "0"}, {"MPI_LOCALNRANKS", "2"}},
        "2 ranks started by mpich need a place to meet, and nothing names this job; set FOREBAY_STORE"},
+      {{{"PMI_RANK", "0"}, {"PMI_SIZE", "2"}}, "PMI_SIZE is 2, but nothing tells the rank's place"},
+      {{{"RANK", "0"}, {"WORLD_SIZE", "1"}, {"OMPI_COMM_WORLD_RANK", "3"}, {"OMPI_COMM_WORLD_SIZE", "4"}},
+       "OMPI_COMM_WORLD_SIZE is 4, but the variables of torchrun say one rank"},
       {{{"SLURM_PROCID", "1"}}, "SLURM_NTASKS is not"},
       {{{"SLURM_PROCID", "1"}, {"SLURM_NTASKS", "2"}, {"SLURM_LOCALID", "a"}}, "SLURM_LOCALID"},
       {{{"SLURM_PROCID", "1"}, {"SLURM_NTASKS", "4"}, {"SLURM_NNODES", "2"}, {"SLURM_JOB_ID", "1"}},
@@ -314,6 +317,20 @@ TEST(LaunchEnvironment, SaysWhichVariableIsWrong) {
     ASSERT_FALSE(result.ok());
     EXPECT_EQ(result.status().code(), StatusCode::kInvalidArgument);
     EXPECT_NE(result.status().message().find(test.word), std::string::npos) << result.status().message();
+  }
+}
+
+TEST(LaunchEnvironment, OneRankWithinAnotherLaunchIsMeantIfItSaysSo) {
+  const Variables mpi = {{"OMPI_COMM_WORLD_RANK", "1"}, {"OMPI_COMM_WORLD_SIZE", "4"}, {"PMI_SIZE", "4"}};
+  const std::vector<Variables> cases = {
+      {{"FOREBAY_RANK", "0"}, {"FOREBAY_SIZE", "1"}},
+      {{"RANK", "0"}, {"WORLD_SIZE", "1"}, {"TORCHELASTIC_RUN_ID", "none"}},
+  };
+  for (Variables variables : cases) {
+    variables.insert(mpi.begin(), mpi.end());
+    const Result<LaunchEnvironment> result = internal::read_launch_variables(variables);
+    ASSERT_TRUE(result.ok()) << result.status().message();
+    EXPECT_EQ(result.value().size, 1);
   }
 }
 

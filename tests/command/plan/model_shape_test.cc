@@ -238,6 +238,14 @@ TEST(ModelConfig, RefusesValuesOfTheWrongKind) {
           .status()
           .code(),
       StatusCode::kUnsupported);
+  const std::string experts =
+      R"({"model_type": "deepseek_v3", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+          "intermediate_size": 128, "vocab_size": 100, "n_routed_experts": 4, "num_experts_per_tok": 2,
+          "moe_intermediate_size": 32, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8,
+          "v_head_dim": 8, "moe_layer_freq": )";
+  EXPECT_TRUE(parse_model_config(experts + "1}", "config").ok());
+  EXPECT_EQ(parse_model_config(experts + "2}", "config").status().code(), StatusCode::kUnsupported);
+  EXPECT_EQ(parse_model_config(experts + "0}", "config").status().code(), StatusCode::kInvalidArgument);
   for (const char* other : {"[]", "3", "", "{}", R"({"model_type": 3})"}) {
     EXPECT_EQ(parse_model_config(other, "config").status().code(), StatusCode::kInvalidArgument) << other;
   }

@@ -687,6 +687,10 @@ TEST(PlanCommand, FindsTheLargestModelAndBatch) {
     EXPECT_EQ(plan(rest + stage + "--layers 12 --batch " + std::to_string(batch)).exit_code, 0) << stage;
     EXPECT_EQ(plan(rest + stage + "--layers 12 --batch " + std::to_string(batch + 1)).exit_code, 1) << stage;
   }
+  const Outcome tiny = plan("--layers 1 --hidden 8 --heads 1 --memory 80GiB --stage 3 --largest");
+  EXPECT_EQ(tiny.exit_code, 0);
+  EXPECT_NE(tiny.output.find("its layers                    at least 10,000"), std::string::npos)
+      << tiny.output;
   const Outcome text = plan(rest + "--layers 12 --largest");
   EXPECT_NE(text.output.find("largest model, parameters"), std::string::npos) << text.output;
   EXPECT_EQ(plan("--parameters 7B --largest --memory 8GiB").exit_code, 2);
