@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "forebay/error.h"
+#include "parallel/checkpointed_inputs.h"
 #include "tests/end_to_end/parallel_run.h"
 #include "tests/support/process.h"
 #include "tests/support/unwrapped.h"
@@ -60,6 +61,17 @@ std::string shortage_of(const Words& words) {
 // The bytes that a run reserves without a limit.
 std::uint64_t reserved_bytes(const Words& words, const std::string& activations) {
   return train(with(placed(words, activations), {"--steps", "0"})).ranks[0].reserved_bytes;
+}
+
+TEST(ActivationBudget, InputsThatJustFitAreKept) {
+  gpt::TrainerOptions o;
+  o.model = {.layers = 4, .hidden = 8, .heads = 2, .sequence = 16};
+  o.recompute_every = 1;
+  o.tensor_parallel = 2;
+  const gpt::ActivationNeeds needs{.keep = 100'000, .elsewhere = 10'000};
+  EXPECT_EQ(gpt::choose_activations(o, {}, needs, 100'000), std::nullopt);
+  EXPECT_EQ(gpt::choose_activations(o, {}, needs, 99'999), 89'999);
+  EXPECT_THROW(gpt::choose_activations(o, {}, needs, 10'000), Error);
 }
 
 TEST(ActivationBudget, WhatKeepHasNoRoomForTrainsPartitionedAndWhatIsDeeperWithInputsOnTheHost) {

@@ -248,6 +248,23 @@ TEST(SavedActivations, TakeAPartOfTheDeviceOrNothingButStaging) {
   EXPECT_LT(spilled.saved_device_bytes, 6 * input);
 }
 
+// Tensor-parallel ranks alone, whose sums and gathered inputs are all the payload.
+TEST(SavedActivations, AreInTheTrafficOfTheReport) {
+  const gpt::TrainingReport report =
+      train(with(kGridModel + GridWords{2, 2}.words(), {"--layers", "12", "--steps", "1"}) +
+            Words{"--recompute", "block", "--activations", "partition"});
+  for (const gpt::RankReport& rank : report.ranks) {
+    std::uint64_t sent = 0;
+    for (const gpt::OperationReport& one :
+         report.traffic[static_cast<std::size_t>(&rank - report.ranks.data())]) {
+      if (one.operation != "reduce_scatter" && one.operation != "all_gather") continue;
+      for (const std::uint64_t bytes : one.sent_bytes) sent += bytes;
+    }
+    EXPECT_GT(rank.saved_sent_bytes_per_step, 0);
+    EXPECT_EQ(static_cast<double>(sent), rank.tensor_sent_bytes_per_step + rank.saved_sent_bytes_per_step);
+  }
+}
+
 TEST(TensorParallel, AStateOfOtherPartsIsLoaded) {
   const TemporaryDirectory directory;
   const std::string parts = directory / "parts";

@@ -13,12 +13,14 @@
 #include <cmath>
 #include <csignal>
 #include <fstream>
+#include <memory>
 #include <nlohmann/json.hpp>
 #include <random>
 #include <set>
 
 #include "forebay/error.h"
 #include "output/output_file.h"
+#include "output/safetensors.h"
 #include "tests/support/process.h"
 
 namespace forebay::testing {
@@ -104,6 +106,25 @@ TEST_F(Training, GivesTheLossesOfOneRankWithAllTheSamples) {
     }
   }
   EXPECT_LT(one.loss.back(), one.loss.front() - 0.5) << "it does not learn";
+}
+
+// In the first step the gradients are the same with and without decay.
+TEST_F(Training, BiasesAndNormsDoNotDecay) {
+  const auto weights = [&](const char* decay) {
+    const std::string file = directory_ / (std::string("decay-") + decay + ".safetensors");
+    train(kShape + Words{"--quiet", "--communicator", "local", "--ranks", "1", "--steps", "1",
+                         "--weight-decay", decay, "--export", file});
+    return std::make_unique<gpt::SafetensorsReader>(file);
+  };
+  const auto without = weights("0");
+  const auto with = weights("0.5");
+  int decayed = 0;
+  for (const auto& [name, tensor] : without->tensors()) {
+    const bool is_equal = with->read(name) == without->read(name);
+    EXPECT_EQ(is_equal, tensor.shape.size() == 1) << name;
+    decayed += is_equal ? 0 : 1;
+  }
+  EXPECT_GT(decayed, 4);
 }
 
 TEST_F(Training, KeepsBoundedPoolsWhateverTheDepth) {

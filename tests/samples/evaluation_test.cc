@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "forebay/error.h"
+#include "model/random.h"
 #include "tests/samples/gpt_reference.h"
 #include "tests/samples/small_training.h"
 #include "tests/support/temporary_directory.h"
@@ -185,6 +186,79 @@ TEST_F(Evaluation, CountsEverySampleOnceWhereLossesAreExchangedTwice) {
     if (!alone) alone = report.evaluations[0].loss;
     EXPECT_EQ(report.evaluations[0].loss, *alone);
   }
+}
+
+// The last token of a text has no target.
+TEST_F(Evaluation, ASampleNeedsOneTokenMoreThanItsLength) {
+  TrainerOptions o = evaluated(options());
+  o.steps = 0;
+  o.generate = 0;
+  const auto loss_of = [&](std::uint64_t bytes, std::uint64_t samples) {
+    testing::write_text(path("part"), bytes, 6);
+    o.evaluation_text = {path("part")};
+    o.evaluation_samples = samples;
+    return run_training(o).evaluations.at(0).loss;
+  };
+  const double one = loss_of(230, 1);
+  EXPECT_EQ(loss_of(24, 0), one);
+  EXPECT_EQ(loss_of(25, 0), loss_of(230, 2));
+  EXPECT_NE(loss_of(25, 0), one);
+}
+
+TEST_F(Evaluation, TheLastStepIsEvaluatedOnce) {
+  for (const std::uint64_t steps : {3u, 4u}) {
+    TrainerOptions o = evaluated(options());
+    o.steps = steps;
+    o.generate = 0;
+    const TrainingReport report = run_training(o);
+    ASSERT_EQ(report.evaluations.size(), 2u);
+    EXPECT_EQ(report.evaluations[0].step, 2u);
+    EXPECT_EQ(report.evaluations[1].step, steps);
+  }
+}
+
+// So hot that every byte is as probable as any other.
+TEST_F(Evaluation, BytesAreDrawnByTheirPlaceInTheText) {
+  TrainerOptions o = evaluated(options());
+  o.steps = 0;
+  o.temperature = 1e12;
+  std::string expected = o.prompt;
+  while (expected.size() < o.prompt.size() + o.generate) {
+    const std::uint64_t random = draw(o.seed, kGenerationStream, expected.size());
+    expected += static_cast<char>(static_cast<double>(random >> 11) * 0x1p-53 * 256);
+  }
+  EXPECT_EQ(run_training(o).generated, expected);
+}
+
+TEST_F(Evaluation, TheLastBytesOfALongPromptDecideTheNext) {
+  TrainerOptions o = evaluated(options());
+  o.steps = 0;
+  o.temperature = 0;
+  const auto continued = [&](const std::string& prompt) {
+    o.prompt = prompt;
+    return run_training(o).generated.substr(prompt.size());
+  };
+  const std::string text = continued("of the basin");
+  EXPECT_EQ(continued("turbine of the basin"), text);
+  EXPECT_EQ(continued("a head of the basin"), text);
+}
+
+TEST_F(Evaluation, TheMovingAverageIsEvaluatedGeneratesAndIsExported) {
+  TrainerOptions o = evaluated(options(2, 2));
+  o.evaluate_every = 0;
+  const TrainingReport plain = run_training(o);
+  o.ema = 0.9;
+  o.export_file = path("average.safetensors");
+  const TrainingReport averaged = run_training(o);
+  EXPECT_EQ(averaged.loss, plain.loss);
+  EXPECT_NE(averaged.evaluations.at(0).loss, plain.evaluations.at(0).loss);
+
+  TrainerOptions loaded = evaluated(options());
+  loaded.steps = 0;
+  loaded.initial_file = o.export_file;
+  const TrainingReport report = run_training(loaded);
+  EXPECT_EQ(report.evaluations.at(0).loss, averaged.evaluations.at(0).loss);
+  EXPECT_EQ(report.generated, averaged.generated);
 }
 
 TEST_F(Evaluation, WorksWithDropoutRecomputationAndMicroSteps) {

@@ -19,6 +19,7 @@
 #include "forebay/error.h"
 #include "forebay/saved_state.h"
 #include "forebay/sharding_arguments.h"
+#include "parallel/parted_state.h"
 #include "tests/samples/small_training.h"
 #include "tests/support/temporary_directory.h"
 #include "trainer/options.h"
@@ -284,6 +285,14 @@ TEST_F(Reload, StatesOfFormat1AreLoaded) {
   expect_loaded("ranks");
 
   expect_loaded("parts");
+  o.load_step = 2;
+  expect_loaded("parts");
+  o.load_step = 1;
+  EXPECT_THROW(run_training(o), Error) << "no state of step 1";
+  o.load_step = 0;
+  EXPECT_TRUE(holds_state(path("old/parts")));
+  EXPECT_TRUE(holds_state(path("old/ranks")));
+  EXPECT_FALSE(holds_state(path("none")));
   o.save_state = path("old/parts");  // In the form of today, in place of the parts.
   o.steps = 3;
   run_training(o);

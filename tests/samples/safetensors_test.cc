@@ -229,6 +229,8 @@ TEST_F(Safetensors, InitialWeightsMustBeThoseOfTheModel) {
   };
 
   EXPECT_EQ(message_with({{"y", {3}}, {"x", {2, 2}}}), "accepted");
+  // Old files of GPT-2 have the mask of attention too.
+  EXPECT_EQ(message_with({{"y", {3}}, {"x", {2, 2}}, {"h.0.attn.bias", {1, 1, 4, 4}}}), "accepted");
   EXPECT_NE(message_with({{"x", {2, 2}}}).find("tensor y is missing"), std::string::npos);
   EXPECT_NE(message_with({{"x", {4}}, {"y", {3}}}).find("tensor x has the shape [4], not [2, 2]"),
             std::string::npos);

@@ -165,6 +165,15 @@ TEST_F(Trainer, AStopIsTheSameStepForAllRanksAndSavesTheState) {
   EXPECT_EQ(run_training(resumed).digest, report.digest);
 }
 
+TEST_F(Trainer, AStopInTheLastStepInterruptsNothing) {
+  TrainerOptions o = options();
+  o.steps = 1;
+  o.export_file = path("weights");
+  request_stop();
+  EXPECT_FALSE(run_training(o).interrupted);
+  EXPECT_TRUE(std::filesystem::exists(o.export_file));
+}
+
 TEST_F(Trainer, ExportedInitialWeightsStartTheSameTraining) {
   TrainerOptions o = options();
   o.ranks = 2;

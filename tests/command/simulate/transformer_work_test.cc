@@ -135,6 +135,30 @@ TEST(TransformerWork, LatentAttentionHasQueriesAndValuesOfTheirOwnWidths) {
   EXPECT_EQ(flops, 2.0 * kBatch * kHeads / 2 * kSequence * kSequence * (kHidden / kHeads + 16 + 24));
 }
 
+// Passes read or write a layer's activations; backward they move half as much again.
+TEST(TransformerWork, PassesOfAMixtureAreThoseOfItsTokens) {
+  TransformerWorkOptions options = options_of(TransformerKind::kLlama, 2, true);
+  options.shape.experts = {.count = 16, .active = 3, .shared = 2, .intermediate = 64};
+  const TransformerWork work = transformer_work(options);
+  const std::uint64_t norms_and_sums = 2 + 3 + 2 + 3;
+  const std::uint64_t shared = 3 * 2 * 64 / 2;
+  const std::uint64_t routed = (2 * 3 + 3 + 1) * kHidden + 3 * 3 * 64 / 2;  // Copied, and added up.
+  const std::uint64_t elements = kTokens * (norms_and_sums * kHidden + shared + routed);
+  EXPECT_EQ(pass_bytes(work.layer.forward), elements * kElementBytes);
+  EXPECT_EQ(pass_bytes(work.layer.backward), elements * kElementBytes * 3 / 2);
+}
+
+TEST(TransformerWork, EachRankFillsItsRowsOfTheEmbedding) {
+  for (const int ranks : {1, 2}) {
+    const TransformerWork work = transformer_work(options_of(TransformerKind::kGpt2, ranks, true));
+    const std::uint64_t filled = 1000 / static_cast<std::uint64_t>(ranks) * kHidden * kElementBytes;
+    EXPECT_EQ(pass_bytes(work.embedding_backward), filled + pass_bytes(work.embedding));
+    EXPECT_EQ(pass_bytes(work.embedding), 3 * kTokens * kHidden * kElementBytes);
+    EXPECT_EQ(pass_bytes(work.final),
+              2 * kTokens * (kHidden + 1000 / static_cast<std::uint64_t>(ranks)) * kElementBytes);
+  }
+}
+
 TEST(TransformerWork, SumsOverTensorParallelRanksAreTwoALayerAndPass) {
   for (const int ranks : {1, 2}) {
     const TransformerWork work = transformer_work(options_of(TransformerKind::kGpt2, ranks, true));
