@@ -26,6 +26,8 @@ TEST(Secrets, ValuesOfSecretNamesAreMasked) {
 
 TEST(Secrets, KnownTokensAndPartsOfUrlsAreMasked) {
   EXPECT_EQ(masked("login hf_abcdefghijklmnop"), "login *******************");
+  EXPECT_EQ(masked("hf_4567890123456"), "****************") << "sixteen letters are a token";
+  EXPECT_EQ(masked("hf_456789012345"), "hf_456789012345") << "fifteen are a name";
   EXPECT_EQ(masked("--url https://me:pass@host/x"), "--url https://*******@host/x");
   EXPECT_EQ(masked("--with=ghp_abcdefghijklmnop"), "--with=********************");
   std::string words("-H\0Authorization: Bearer abc", 29);

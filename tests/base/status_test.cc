@@ -2,7 +2,11 @@
 
 #include <gtest/gtest.h>
 
+#include <cstdlib>
+#include <string>
+
 #include "forebay/check.h"
+#include "forebay/log.h"
 
 namespace forebay {
 namespace {
@@ -14,6 +18,40 @@ TEST(Status, SaysCodeAndMessage) {
   EXPECT_EQ(status.to_string(), "kTimeout: late");
   EXPECT_EQ(status.with_context("step 3").to_string(), "kTimeout: step 3: late");
   EXPECT_TRUE(Status().with_context("step 3").ok());
+}
+
+TEST(Status, EachCodeHasItsName) {
+  const char* const names[] = {"kOk",      "kInvalidArgument", "kOutOfMemory", "kUnsupported", "kUnavailable",
+                               "kIoError", "kTimeout",         "kPeerLost",    "kCorruption",  "kInternal"};
+  for (int code = 0; code <= 9; ++code)
+    EXPECT_STREQ(status_code_name(static_cast<StatusCode>(code)), names[code]);
+  EXPECT_STREQ(status_code_name(static_cast<StatusCode>(10)), "kUnknown");
+  EXPECT_STREQ(status_code_name(static_cast<StatusCode>(-1)), "kUnknown");
+}
+
+// The level is read once in a process, so each is tried in one of its own.
+TEST(LogDeathTest, TheLevelIsThatOfTheEnvironment) {
+  const auto lines_at = [](const char* level) {
+    if (level == nullptr) {
+      ::unsetenv("FOREBAY_LOG");
+    } else {
+      ::setenv("FOREBAY_LOG", level, 1);
+    }
+    log(LogLevel::kError, "an error");
+    log(LogLevel::kWarning, "a warning");
+    log(LogLevel::kInfo, "a %s", "fact");
+    log(LogLevel::kDebug, "%s", std::string(2000, 'd').c_str());
+    std::_Exit(3);
+  };
+  const std::string error = "^forebay: an error\n", warning = "forebay: a warning\n",
+                    fact = "forebay: a fact\n";
+  EXPECT_EXIT(lines_at("off"), ::testing::ExitedWithCode(3), "^$");
+  EXPECT_EXIT(lines_at("error"), ::testing::ExitedWithCode(3), error + "$");
+  EXPECT_EXIT(lines_at(nullptr), ::testing::ExitedWithCode(3), error + warning + "$");
+  EXPECT_EXIT(lines_at("loud"), ::testing::ExitedWithCode(3), error + warning + "$");
+  EXPECT_EXIT(lines_at("info"), ::testing::ExitedWithCode(3), error + warning + fact + "$");
+  EXPECT_EXIT(lines_at("debug"), ::testing::ExitedWithCode(3),
+              error + warning + fact + "forebay: " + std::string(1013, 'd') + "\n$");
 }
 
 TEST(Result, HoldsAValueOrAnError) {

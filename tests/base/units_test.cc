@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "forebay/text.h"
 #include "tests/support/temporary_directory.h"
@@ -16,6 +17,13 @@ namespace {
 TEST(Units, FormatsBytes) {
   EXPECT_EQ(format_bytes(0), "0 B");
   EXPECT_EQ(format_bytes(1023), "1023 B");
+  EXPECT_EQ(format_bytes(1024), "1.00 KiB");
+  EXPECT_EQ(format_bytes(1536), "1.50 KiB");
+  EXPECT_EQ(format_bytes(1_MiB), "1.00 MiB");
+  EXPECT_EQ(format_bytes(1_GiB), "1.00 GiB");
+  EXPECT_EQ(format_bytes(1024_GiB), "1.00 TiB");
+  EXPECT_EQ(format_bytes(std::uint64_t{1} << 50), "1.00 PiB");
+  EXPECT_EQ(format_bytes(~std::uint64_t{0}), "16384.00 PiB");
   EXPECT_EQ(format_bytes(3584_MiB), "3.50 GiB");
   EXPECT_EQ(format_count(1, "block"), "1 block");
   EXPECT_EQ(format_count(0, "block"), "0 blocks");
@@ -35,18 +43,38 @@ TEST(Units, ParsesBytes) {
   const struct {
     const char* text;
     std::uint64_t bytes;
-  } kCases[] = {{"4096", 4096},      {"64KiB", 64_KiB},      {"1.5GiB", 1536_MiB},
-                {"2GB", 2000000000}, {"2G", 2_GiB},          {"80 GB", 80000000000},
-                {"80g", 80_GiB},     {"80 gib", 80_GiB},     {"0", 0},
-                {"0.0", 0},          {"0.5KiB", 512},        {"3 KB", 3000},
-                {"1KB", 1000},       {"2 TB", 2000000000000}};
+  } kCases[] = {{"4096", 4096},
+                {"64KiB", 64_KiB},
+                {"1.5GiB", 1536_MiB},
+                {"2GB", 2000000000},
+                {"2G", 2_GiB},
+                {"80 GB", 80000000000},
+                {"80g", 80_GiB},
+                {"80 gib", 80_GiB},
+                {"0", 0},
+                {"0.0", 0},
+                {"0.5KiB", 512},
+                {"3 KB", 3000},
+                {"1KB", 1000},
+                {"2 TB", 2000000000000},
+                {"9", 9},
+                {"1B", 1},
+                {"3K", 3072},
+                {"5M", 5_MiB},
+                {"7MiB", 7_MiB},
+                {"6MB", 6000000},
+                {"2T", 2048_GiB},
+                {"3TiB", 3072_GiB},
+                {"1024.9", 1024},
+                {"18446744073709549568", 18446744073709549568u}};
   for (const auto& [text, expected] : kCases) {
     std::uint64_t bytes = 0;
     EXPECT_TRUE(parse_bytes(text, &bytes)) << text;
     EXPECT_EQ(bytes, expected) << text;
   }
-  for (const char* text : {"", "-1", "GiB", "3 parsecs", "1e40", "0.5", "0.0001KiB", "1e-400", "0x10",
-                           "0X1p4", "1,5GiB", "0x", "nan", "inf"}) {
+  for (const char* text :
+       {"", "-1", "GiB", "3 parsecs", "1e40", "0.5", "0.0001KiB", "1e-400", "0x10", "0X1p4", "1,5GiB", "0x",
+        "nan", "inf", "18446744073709551616", "16777216TiB", "0.9999B"}) {
     std::uint64_t bytes = 7;
     EXPECT_FALSE(parse_bytes(text, &bytes)) << text;
     EXPECT_EQ(bytes, 7u) << text;
@@ -90,6 +118,19 @@ TEST(Text, AValueOfAFileIsShownShortAndHarmless) {
   EXPECT_EQ(shown_value(std::string(64, 'b')), std::string(64, 'b'));
 }
 
+// Cut between characters of two, three and four bytes.
+TEST(Text, AValueIsCutBetweenTwoCharacters) {
+  for (const std::string character : {"ü", "€", "😀"}) {
+    for (std::size_t before = 61; before <= 64; ++before) {
+      const std::string head(before, 'b');
+      const std::size_t fitting = (64 - before) / character.size();
+      std::string shown = head;
+      for (std::size_t i = 0; i < fitting; ++i) shown += character;
+      EXPECT_EQ(shown_value(head + character + character + character + character), shown + "...") << before;
+    }
+  }
+}
+
 TEST(Text, APathIsShownShortAndHarmless) {
   EXPECT_EQ(shown_path("/tmp/über\x1b[2J/x\n"), "/tmp/über\\x1b[2J/x\\n");
   EXPECT_EQ(shown_path(std::string(300, 'p')), std::string(300, 'p'));
@@ -104,8 +145,28 @@ TEST(Text, CountsTheDepthOfJson) {
   EXPECT_TRUE(is_nested_deeper(R"({"a": "\\", "b": [[]]})", 2));
 }
 
+TEST(Text, BracketsOfBothKindsCloseWhatTheyOpen) {
+  EXPECT_FALSE(is_nested_deeper("[{}, {}, [], []]", 2));
+  EXPECT_TRUE(is_nested_deeper("[{}, {}, [[]]]", 2));
+  EXPECT_FALSE(is_nested_deeper("", 0));
+}
+
+TEST(Text, TheNearestNameDiffersInAThirdOfItsLettersAtMost) {
+  const std::vector<std::string> names = {"stage", "steps", "sequence"};
+  EXPECT_EQ(nearest_name("stgae", names), "stage") << "two letters are swapped";
+  EXPECT_EQ(nearest_name("staXe", names), "stage");
+  EXPECT_EQ(nearest_name("sXaXe", names), "") << "two of five differ";
+  EXPECT_EQ(nearest_name("sequXXce", names), "sequence") << "two of eight";
+  EXPECT_EQ(nearest_name("seXXXnce", names), "") << "three of eight";
+  EXPECT_EQ(nearest_name("st", std::vector<std::string>{"s", "t"}), "s")
+      << "the first of two that are as near";
+  EXPECT_EQ(nearest_name("", names), "");
+  EXPECT_EQ(nearest_name("abcd", std::vector<std::string>{"badc"}), "");
+}
+
 TEST(Units, AsksWhetherABareSmallNumberIsMeant) {
   EXPECT_EQ(size_question("80"), "80 bytes; did you mean 80GiB?");
+  EXPECT_EQ(size_question("4095"), "4095 bytes; did you mean 4095GiB?");
   for (const char* text : {"0", "4096", "80B", "80GiB", "1KiB", "much", ""})
     EXPECT_EQ(size_question(text), "");
 }
