@@ -2,10 +2,12 @@
 
 #include <gtest/gtest.h>
 
+#include <nlohmann/json.hpp>
 #include <string>
 
 #include "forebay/model_backend.h"
 #include "forebay/units.h"
+#include "runtime/command/replay/replay_report.h"
 #include "runtime/command/traces/explanation.h"
 #include "runtime/device/model/script.h"
 
@@ -250,6 +252,230 @@ TEST(Explain, WithoutAFailureThePeakIsShown) {
   EXPECT_EQ(explanation.holdings[0].count, 2u);
   ASSERT_TRUE(explanation.arena_capacity_bytes.has_value());
   EXPECT_EQ(explanation.arena_capacity_bytes, 22 * kMiB);
+}
+
+CallTimes times_from(std::uint64_t first) {
+  const auto ns = static_cast<double>(first);
+  return {
+      .count = first, .p50_ns = ns + 0.14, .p99_ns = ns + 1.16, .p999_ns = ns + 2.2, .worst_ns = ns + 3.3};
+}
+
+// No two figures are equal.
+ReplayFigures printed_figures(std::uint64_t first) {
+  ReplayFigures figures;
+  ReplayResult& result = figures.result;
+  result.completed = true;
+  result.peak_requested_bytes = (first + 90) * kMiB;
+  result.peak_physical_bytes = (first + 100) * kMiB;
+  result.last_peak_physical_bytes = (first + 120) * kMiB;
+  result.first_pass_calls = {.create = first + 1,
+                             .destroy = first + 2,
+                             .map = first + 3,
+                             .unmap = first + 4,
+                             .set_access = first + 5,
+                             .alloc = first + 6,
+                             .free = first + 7};
+  result.steady_calls = 8.04;
+  result.steady_chunks_moved = 9.96;
+  result.retry_count = first + 10;
+  result.pass_calls = {first + 11, first + 12, first + 13, first + 14, first + 15, first + 16};
+  result.enough_mappings = first + 17;
+  result.times = {.allocate = times_from(first + 100),
+                  .free = times_from(first + 110),
+                  .allocate_own = times_from(first + 120),
+                  .free_own = times_from(first + 130),
+                  .allocate_off_mapping = times_from(first + 140),
+                  .free_off_mapping = times_from(first + 150),
+                  .allocate_mapping = times_from(first + 160)};
+  figures.searched_minimum = true;
+  figures.minimum_capacity_bytes = (first + 110) * kMiB;
+  return figures;
+}
+
+ReplayReport printed_replay() {
+  ReplayReport report;
+  report.trace = "a.trace";
+  report.format = "text";
+  report.event_count = 21;
+  report.warm_count = 22;
+  report.stream_count = 23;
+  report.notes = {"a note"};
+  report.device = "model";
+  report.memory_bytes = 24 * kMiB;
+  report.passes = 6;
+  report.mappings_max = 25;
+  report.cycle_ns = 0.5;
+  report.arena = printed_figures(1000);
+  report.arena.result.last_dropped_mappings = 26;
+  report.baseline = printed_figures(2000);
+  report.glibc = printed_figures(3000).result.times;
+  return report;
+}
+
+TEST(ReplayReport, EachFigureStandsInItsColumn) {
+  EXPECT_EQ(replay_text({printed_replay()}),
+            R"(Device: model, 24.00 MiB; 6 passes each, everything freed in between.
+
+MEMORY                                  com- requested  physical  frag.   last  smallest   over
+trace                          by       pl.        MiB       MiB      %      %       MiB      %
+a.trace                        arena    yes       1090      1100   0.91   2.68      1110   1.83
+                               baseline yes       2090      2100   0.48   1.42      2110   0.96
+
+DRIVER CALLS                               first     pass                      steady    chunks
+trace                          by         create      map    unmap   access     calls     moved
+a.trace                        arena        2007     1003     2011     1005       8.0      10.0
+                               baseline     4007     2003     4011     2005       8.0      10.0
+
+DRIVER CALLS OF EACH PASS
+a.trace                        arena       1011    1012    1013    1014 ...    1016
+                               baseline    2011    2012    2013    2014 ...    2016
+
+TIMES, ns (p50 p99 p99.9)                      | all calls               | off the mapping path
+a.trace                        arena    malloc |   1100    1101     1102 |   1140    1141     1142
+                                        alone  |   1120    1121     1122 |      -       -        -
+                                        free   |   1110    1111     1112 |   1150    1151     1152
+                               baseline malloc |   2100    2101     2102 |   2140    2141     2142
+                                        alone  |   2120    2121     2122 |      -       -        -
+                                        free   |   2110    2111     2112 |   2150    2151     2152
+                               glibc    malloc |   3100    3101     3102 |   3140    3141     3142
+                                        alone  |   3120    3121     3122 |      -       -        -
+                                        free   |   3110    3111     3112 |   3150    3151     3152
+
+One core cycle is 0.500 ns here (a loop of dependent multiplications, 3 cycles each). The timer's own cost is taken off. alone: malloc without the time in the device's calls.
+The baseline is forebay's own caching allocator of the best-fit-with-coalescing kind, a yardstick; its create and unmap are blocks taken and given back.
+a.trace: a note
+a.trace: the last repeat made driver calls because the arena gave up 26 mappings to keep about 25; 1017 are enough (--mappings-max)
+)");
+}
+
+TEST(ReplayReport, FiguresThatThereAreNotAreDashes) {
+  ReplayReport report = printed_replay();
+  report.passes = 5;
+  report.arena.result.completed = false;
+  report.arena.result.failure = "event 7: no memory";
+  report.arena.result.steady_chunks_moved.reset();
+  report.arena.result.pass_calls.pop_back();
+  report.arena.result.times.allocate_mapping = report.arena.result.times.allocate_off_mapping = {};
+  report.arena.minimum_capacity_bytes.reset();
+  report.arena.result.last_dropped_mappings = 0;
+  report.baseline.reset();
+  report.glibc.reset();
+  ReplayReport other = report;
+  other.trace = "abcdefghijklmnopqrstuvwxyz.trac";
+  other.arena.searched_minimum = false;
+  other.arena.result.completed = true;
+  other.notes.clear();
+  EXPECT_EQ(replay_text({report, other}),
+            R"(Device: model, 24.00 MiB; 5 passes each, everything freed in between.
+
+MEMORY                                  com- requested  physical  frag.   last  smallest   over
+trace                          by       pl.        MiB       MiB      %      %       MiB      %
+a.trace                        arena    NO        1090      1100      -      -      none      -
+...efghijklmnopqrstuvwxyz.trac arena    yes       1090      1100   0.91   2.68         -      -
+
+DRIVER CALLS                               first     pass                      steady    chunks
+trace                          by         create      map    unmap   access     calls     moved
+a.trace                        arena        2007     1003     2011     1005         -         -
+...efghijklmnopqrstuvwxyz.trac arena        2007     1003     2011     1005         -         -
+
+DRIVER CALLS OF EACH PASS
+a.trace                        arena       1011    1012    1013    1014    1015
+...efghijklmnopqrstuvwxyz.trac arena       1011    1012    1013    1014    1015
+
+TIMES, ns (p50 p99 p99.9)                      | all calls               | off the mapping path
+a.trace                        arena    malloc |   1100    1101     1102 |      -       -        -
+                                        free   |   1110    1111     1112 |   1150    1151     1152
+...efghijklmnopqrstuvwxyz.trac arena    malloc |   1100    1101     1102 |      -       -        -
+                                        free   |   1110    1111     1112 |   1150    1151     1152
+
+One core cycle is 0.500 ns here (a loop of dependent multiplications, 3 cycles each). The timer's own cost is taken off. alone: malloc without the time in the device's calls.
+a.trace: a note
+a.trace: NOT COMPLETED by the arena: event 7: no memory
+)");
+}
+
+// A single pass has no repeats, and two passes no last repeat in a steady state.
+TEST(ReplayReport, FewPassesSayLess) {
+  ReplayReport report = printed_replay();
+  report.passes = 1;
+  std::string text = replay_text({report});
+  EXPECT_NE(text.find("; 1 pass each.\n"), std::string::npos) << text;
+  EXPECT_EQ(text.find("EACH PASS"), std::string::npos) << text;
+  report.passes = 2;
+  text = replay_text({report});
+  EXPECT_NE(text.find("; 2 passes each, everything freed in between.\n"), std::string::npos) << text;
+  EXPECT_NE(text.find("EACH PASS"), std::string::npos) << text;
+  EXPECT_EQ(text.find("the last repeat made driver calls"), std::string::npos) << text;
+  report.passes = 3;
+  EXPECT_NE(replay_text({report}).find("the last repeat made driver calls"), std::string::npos);
+  EXPECT_EQ(replay_text({}), "");
+}
+
+TEST(ReplayReport, EachFigureHasItsKeyInJson) {
+  EXPECT_EQ(nlohmann::json::parse(replay_json({printed_replay()})), nlohmann::json::parse(R"(
+[{"baseline": {"completed": true,
+               "driver_calls": {"alloc": 2006, "create": 2001, "destroy": 2002, "free": 2007, "map": 2003,
+                                "set_access": 2005, "unmap": 2004},
+               "driver_calls_per_pass": [2011, 2012, 2013, 2014, 2015, 2016],
+               "fragmentation": 0.004761904761904745, "fragmentation_last_repeat": 0.014150943396226467,
+               "free_cycles": {"p50": 4220.3, "p99": 4222.3, "p999": 4224.4, "worst": 4226.6},
+               "free_ns": {"p50": 2110.1, "p99": 2111.2, "p999": 2112.2, "worst": 2113.3},
+               "free_off_mapping_cycles": {"p50": 4300.3, "p99": 4302.3, "p999": 4304.4, "worst": 4306.6},
+               "free_off_mapping_ns": {"p50": 2150.1, "p99": 2151.2, "p999": 2152.2, "worst": 2153.3},
+               "free_own_ns": {"p50": 2130.1, "p99": 2131.2, "p999": 2132.2, "worst": 2133.3},
+               "label": "forebay's own caching allocator (best fit with coalescing), a yardstick",
+               "malloc_cycles": {"p50": 4200.3, "p99": 4202.3, "p999": 4204.4, "worst": 4206.6},
+               "malloc_miss_count": 2160,
+               "malloc_miss_ns": {"p50": 2160.1, "p99": 2161.2, "p999": 2162.2, "worst": 2163.3},
+               "malloc_ns": {"p50": 2100.1, "p99": 2101.2, "p999": 2102.2, "worst": 2103.3},
+               "malloc_off_mapping_cycles": {"p50": 4280.3, "p99": 4282.3, "p999": 4284.4, "worst": 4286.6},
+               "malloc_off_mapping_ns": {"p50": 2140.1, "p99": 2141.2, "p999": 2142.2, "worst": 2143.3},
+               "malloc_own_ns": {"p50": 2120.1, "p99": 2121.2, "p999": 2122.2, "worst": 2123.3},
+               "mappings_dropped_in_last_repeat": 0, "mappings_enough": 2017,
+               "minimum_capacity_bytes": 2212495360, "minimum_capacity_overhead": 0.009569377990430672,
+               "peak_physical_bytes": 2202009600, "peak_requested_bytes": 2191523840,
+               "retries_after_synchronizing": 2010, "steady_chunks_moved_per_repeat": 10.0,
+               "steady_driver_calls_per_repeat": 8.0},
+  "completed": true, "cycle_ns": 0.5, "device": "model",
+  "driver_calls": {"alloc": 1006, "create": 1001, "destroy": 1002, "free": 1007, "map": 1003,
+                   "set_access": 1005, "unmap": 1004},
+  "driver_calls_per_pass": [1011, 1012, 1013, 1014, 1015, 1016], "events": 21, "format": "text",
+  "fragmentation": 0.009090909090909038, "fragmentation_last_repeat": 0.0267857142857143,
+  "free_cycles": {"p50": 2220.3, "p99": 2222.3, "p999": 2224.4, "worst": 2226.6},
+  "free_ns": {"p50": 1110.1, "p99": 1111.2, "p999": 1112.2, "worst": 1113.3},
+  "free_off_mapping_cycles": {"p50": 2300.3, "p99": 2302.3, "p999": 2304.4, "worst": 2306.6},
+  "free_off_mapping_ns": {"p50": 1150.1, "p99": 1151.2, "p999": 1152.2, "worst": 1153.3},
+  "free_own_ns": {"p50": 1130.1, "p99": 1131.2, "p999": 1132.2, "worst": 1133.3},
+  "glibc": {"free_cycles": {"p50": 6220.3, "p99": 6222.3, "p999": 6224.4, "worst": 6226.6},
+            "free_ns": {"p50": 3110.1, "p99": 3111.2, "p999": 3112.2, "worst": 3113.3},
+            "malloc_cycles": {"p50": 6200.3, "p99": 6202.3, "p999": 6204.4, "worst": 6206.6},
+            "malloc_ns": {"p50": 3100.1, "p99": 3101.2, "p999": 3102.2, "worst": 3103.3}},
+  "malloc_cycles": {"p50": 2200.3, "p99": 2202.3, "p999": 2204.4, "worst": 2206.6}, "malloc_miss_count": 1160,
+  "malloc_miss_ns": {"p50": 1160.1, "p99": 1161.2, "p999": 1162.2, "worst": 1163.3},
+  "malloc_ns": {"p50": 1100.1, "p99": 1101.2, "p999": 1102.2, "worst": 1103.3},
+  "malloc_off_mapping_cycles": {"p50": 2280.3, "p99": 2282.3, "p999": 2284.4, "worst": 2286.6},
+  "malloc_off_mapping_ns": {"p50": 1140.1, "p99": 1141.2, "p999": 1142.2, "worst": 1143.3},
+  "malloc_own_ns": {"p50": 1120.1, "p99": 1121.2, "p999": 1122.2, "worst": 1123.3},
+  "mappings_dropped_in_last_repeat": 26, "mappings_enough": 1017, "memory_bytes": 25165824,
+  "minimum_capacity_bytes": 1163919360, "minimum_capacity_overhead": 0.0183486238532109, "notes": ["a note"],
+  "peak_physical_bytes": 1153433600, "peak_requested_bytes": 1142947840, "repeats": 6,
+  "retries_after_synchronizing": 1010, "steady_chunks_moved_per_repeat": 10.0,
+  "steady_driver_calls_per_repeat": 8.0, "streams": 23, "trace": "a.trace", "warm_blocks": 22}])"));
+
+  ReplayReport report = printed_replay();
+  report.arena.result.completed = false;
+  report.arena.result.failure = "no memory";
+  report.arena.minimum_capacity_bytes.reset();
+  report.arena.result.steady_calls.reset();
+  report.baseline.reset();
+  report.glibc.reset();
+  const nlohmann::json one = nlohmann::json::parse(replay_json({report})).at(0);
+  EXPECT_EQ(one.at("failure"), "no memory");
+  for (const char* const key : {"fragmentation", "fragmentation_last_repeat", "minimum_capacity_bytes",
+                                "steady_driver_calls_per_repeat", "glibc"})
+    EXPECT_TRUE(one.at(key).is_null()) << key;
+  EXPECT_FALSE(one.contains("minimum_capacity_overhead"));
+  EXPECT_FALSE(one.contains("baseline"));
 }
 
 }  // namespace
