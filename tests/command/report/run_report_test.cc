@@ -366,6 +366,301 @@ TEST(RunReport, ShowsNoControlCharactersOfAFile) {
   EXPECT_EQ(run.recompute, "every:2\\n| x");
 }
 
+// Writes the report, reads it, and deletes it.
+RunReport read_text(const std::string& text) {
+  const std::string path =
+      ::testing::TempDir() + "forebay-run-report-read-" + std::to_string(::getpid()) + ".json";
+  std::ofstream(path) << text;
+  RunReport run = read_run_report(path);
+  std::remove(path.c_str());
+  run.name = "run.json";
+  return run;
+}
+
+// Two ranks. Each figure is the largest of one of them, and no two figures are equal.
+constexpr const char* kWholeReport = R"({
+  "world_size": 8, "tensor_parallel": 2, "pipeline_parallel": 1, "group": 2, "shard_within_group": true,
+  "training": {"layers": "4", "batch": "2", "sequence": "10", "hidden": "50"},
+  "recompute": "every:3", "activations": "partition+nvme",
+  "stage": 3, "dtype": "bf16", "parameters": 1000000, "steps": 9, "first_step": 6, "micro_steps": 3,
+  "accumulate": "shard", "optimizer": "lion", "moments": "bf16", "master_weights": "off", "ema": 0.5,
+  "offload": "optimizer", "offload_tier": "nvme", "offloaded_parameters": 300000, "store": "posix, in /drive",
+  "loss": [5.5, 5.25, 4.1234567], "grad_norm": [1.5, null, 2.5],
+  "digest": "0123456789abcdef0123456789abcdef", "tokens_per_second": 12345.5,
+  "ranks": [
+    {"peak_bytes": {"parameters": 101, "gradients": 1102, "optimizer": 103, "gathered": 1104, "buckets": 105,
+                    "activations": 1106},
+     "planned_bytes": {"parameters": 1201, "gradients": 202, "optimizer": 1203, "gathered": 204,
+                       "buckets": 1205, "activations": 206},
+     "reserved_bytes": 301, "parameters": 600001,
+     "sent_bytes_per_step": 4001.4, "received_bytes_per_step": 5002.5,
+     "tensor_sent_bytes_per_step": 6003, "pipeline_sent_bytes_per_step": 70,
+     "saved_device_bytes": 8001, "planned_saved_device_bytes": 80,
+     "saved_host_bytes": 81, "planned_saved_host_bytes": 8102,
+     "saved_file_bytes": 8203, "planned_saved_file_bytes": 8204,
+     "saved_sent_bytes_per_step": 8305.5, "planned_saved_sent_bytes_per_step": 83,
+     "host_bytes": 9001, "planned_host_bytes": 90, "file_bytes": 91, "planned_file_bytes": 9102,
+     "file_read_bytes_per_step": 9203.4, "planned_file_read_bytes_per_step": 92,
+     "file_written_bytes_per_step": 93, "planned_file_written_bytes_per_step": 9304},
+    {"peak_bytes": {"parameters": 1101, "gradients": 102, "optimizer": 1103, "gathered": 104, "buckets": 1105,
+                    "activations": 106},
+     "planned_bytes": {"parameters": 201, "gradients": 1202, "optimizer": 203, "gathered": 1204,
+                       "buckets": 205, "activations": 1206},
+     "reserved_bytes": 1301, "parameters": 60,
+     "sent_bytes_per_step": 40, "received_bytes_per_step": 50,
+     "tensor_sent_bytes_per_step": 60, "pipeline_sent_bytes_per_step": 7004,
+     "saved_device_bytes": 80, "planned_saved_device_bytes": 8006,
+     "saved_host_bytes": 8107, "planned_saved_host_bytes": 81,
+     "saved_file_bytes": 82, "planned_saved_file_bytes": 82,
+     "saved_sent_bytes_per_step": 83, "planned_saved_sent_bytes_per_step": 8308,
+     "host_bytes": 90, "planned_host_bytes": 9009, "file_bytes": 9110, "planned_file_bytes": 91,
+     "file_read_bytes_per_step": 92, "planned_file_read_bytes_per_step": 9211,
+     "file_written_bytes_per_step": 9312.5, "planned_file_written_bytes_per_step": 93}
+  ]
+})";
+
+TEST(RunReport, EachFigureStandsInItsColumn) {
+  RunReport plain = example(1);
+  plain.parameters = 1'000'000;
+  plain.tokens_per_second = 7.5;
+  std::ostringstream table;
+
+  print_report_table(table, {read_text(kWholeReport), plain});
+
+  EXPECT_EQ(
+      table.str(),
+      R"(1,000,000 parameters, bf16, 8 ranks, 9 steps. Bytes are those of the worst rank; wire is per step.
+
+stage  states measured  planned    formula                 offload  host measured  planned  gathered
+3                2,306    2,606  2,100,006  optimizer, 50% on nvme          9,001    9,009     1,104
+1                    0        0  7,000,000                    none              0        0         0
+
+stage  buckets               wire / theory  tokens/s  final loss        digest
+3        1,105  5,003 / 9,000,015 = 0.0006    12,346    4.123457  0123456789ab
+1            0      0 / 3,000,000 = 0.0000         8    5.250000  0123456789ab
+
+stage  tensor-parallel         its wire / theory  recompute     activations
+3                    2  6,003 / 240,000 = 0.0250    every:3  partition+nvme
+
+stage  saved on device / planned  on host / planned  in files / planned  gathers' wire / planned
+3                  8,001 / 8,006      8,107 / 8,102       8,203 / 8,204            8,306 / 8,308
+
+stage  of tensor's  pipeline-parallel  its wire
+3          138.36%                  1     7,004
+
+stage  files measured  planned  read/step measured  planned  written/step measured  planned
+3               9,110    9,102               9,203    9,211                  9,313    9,304
+store of 'run.json': posix, in /drive
+
+Not compared: not the same training (world_size 8 / 4, steps 9 / 2, micro_steps 3 / 1, optimizer lion / adamw, moments bf16 / fp32, ema 0.5 / 0, master_weights 0 / 1) in 'run.json' and 'stage-1'.
+)");
+}
+
+TEST(RunReport, EachFigureHasItsKeyInJson) {
+  std::ostringstream json;
+
+  print_report_json(json, {read_text(kWholeReport)});
+
+  EXPECT_EQ(nlohmann::json::parse(json.str()), nlohmann::json::parse(R"(
+{"runs": [{"file": "run.json", "world_size": 8, "stage": 3, "dtype": "bf16", "parameters": 1000000, "steps": 9,
+           "model_state_bytes": {"measured": 2306, "planned": 2606, "formula": 2100006.0},
+           "offload": "optimizer", "offload_tier": "nvme", "offloaded_parameters": 300000,
+           "store": "posix, in /drive", "host_bytes": {"measured": 9001, "planned": 9009},
+           "file_bytes": {"measured": 9110, "planned": 9102},
+           "file_bytes_read_per_step": {"measured": 9203, "planned": 9211},
+           "file_bytes_written_per_step": {"measured": 9313, "planned": 9304}, "gathered_bytes": 1104,
+           "bucket_bytes": 1105, "wire_bytes_per_step": {"sent": 4001, "received": 5003, "theory": 9000015.0},
+           "tensor_parallel": 2, "pipeline_parallel": 1, "data_parallel": 4,
+           "tensor_bytes_per_step": {"sent": 6003, "theory": 240000.0}, "pipeline_bytes_sent_per_step": 7004,
+           "recompute": "every:3", "activations": "partition+nvme",
+           "saved_bytes": {"device": {"measured": 8001, "planned": 8006},
+                           "host": {"measured": 8107, "planned": 8102},
+                           "files": {"measured": 8203, "planned": 8204},
+                           "sent_per_step": {"measured": 8306, "planned": 8308}},
+           "tokens_per_second": 12345.5, "final_loss": 4.1234567, "digest": "0123456789abcdef0123456789abcdef"}],
+ "comparable": true, "equal": true})"));
+}
+
+TEST(RunReport, OlderReportsHaveTheirDefaults) {
+  const RunReport run = read_text(R"({"world_size": 2, "stage": 1, "dtype": "fp16", "parameters": 1000,
+    "steps": 1, "loss": [5.5], "grad_norm": [1], "digest": "00", "tokens_per_second": 1.0, "ranks": [],
+    "offload": "optimizer"})");
+
+  EXPECT_EQ(run.tensor_parallel, 1);
+  EXPECT_EQ(run.pipeline_parallel, 1);
+  EXPECT_EQ(run.group, 1);
+  EXPECT_FALSE(run.shard_within_group);
+  EXPECT_EQ(run.first_step, 0);
+  EXPECT_EQ(run.micro_steps, 1);
+  EXPECT_EQ(run.accumulate, "shard");
+  EXPECT_EQ(run.optimizer, "adamw");
+  EXPECT_EQ(run.moments, "fp32");
+  EXPECT_TRUE(run.master_weights);
+  EXPECT_EQ(run.ema, 0);
+  EXPECT_EQ(run.tier, "cpu");
+  EXPECT_EQ(run.offloaded_parameters, 1000u) << "all were offloaded";
+  EXPECT_EQ(run.recompute, "none");
+  EXPECT_EQ(run.activations, "keep");
+  EXPECT_EQ(run.store, "");
+}
+
+// The bytes of a parameter of a rank's part that is not sharded, and of one that 4 ranks share.
+TEST(RunReport, FormulasKnowOptimizersAndFormatsOfMoments) {
+  struct Case {
+    const char* optimizer;
+    const char* moments;
+    bool master_weights;
+    double ema;
+    const char* dtype;
+    double optimizer_bytes;
+  };
+  for (const Case& one : {
+           Case{"adamw", "fp32", true, 0, "bf16", 12},
+           Case{"adam", "fp32", true, 0, "fp16", 12},
+           Case{"muon", "fp32", true, 0, "bf16", 12},
+           Case{"sgd", "fp32", true, 0, "bf16", 8},
+           Case{"lion", "fp32", true, 0, "bf16", 8},
+           Case{"adafactor", "fp32", true, 0, "bf16", 4},
+           Case{"adamw", "bf16", true, 0, "bf16", 8},
+           Case{"adamw", "block8", true, 0, "bf16", 6 + 2 / 256.0},
+           Case{"adamw", "fp32", false, 0, "bf16", 8},
+           Case{"adamw", "fp32", true, 0.99, "bf16", 16},
+           Case{"adamw", "fp32", true, 0, "fp32", 8},
+           Case{"adamw", "fp32", false, 0, "fp32", 8},
+       }) {
+    SCOPED_TRACE(std::string(one.optimizer) + ", " + one.moments + ", " + one.dtype);
+    const double element = one.dtype == std::string("fp32") ? 4 : 2;
+    RunReport run = example(0);
+    run.optimizer = one.optimizer;
+    run.moments = one.moments;
+    run.master_weights = one.master_weights;
+    run.ema = one.ema;
+    run.dtype = one.dtype;
+    EXPECT_EQ(model_state_formula_bytes(run), 1e6 * (2 * element + one.optimizer_bytes));
+    run.stage = 3;
+    EXPECT_EQ(model_state_formula_bytes(run), 1e6 / 4 * (2 * element + one.optimizer_bytes));
+    EXPECT_EQ(wire_formula_bytes(run), 3 * 1e6 * element * 3 / 4);
+  }
+}
+
+// An accumulator of its own stands only beside several micro-steps that add up in shards.
+TEST(RunReport, MicroStepsThatAddUpLocallyNeedNoAccumulator) {
+  RunReport run = example(1);
+  run.micro_steps = 3;
+  run.accumulate = "local";
+  EXPECT_EQ(model_state_formula_bytes(run), 4e6 + 3e6);
+  EXPECT_EQ(wire_formula_bytes(run), 2 * 2e6 * 3 / 4);
+  run.stage = 0;
+  run.accumulate = "shard";
+  EXPECT_EQ(model_state_formula_bytes(run), 16e6 + 1e6) << "the accumulator is a shard at stage 0 too";
+  run.stage = 3;
+  EXPECT_EQ(wire_formula_bytes(run), 3 * 3 * 2e6 * 3 / 4) << "each micro-step gathers";
+}
+
+TEST(RunReport, EachSettingThatDecidesResultsIsCompared) {
+  const std::vector<std::pair<std::string, void (*)(RunReport&)>> changes = {
+      {"world_size 4 / 3", [](RunReport& run) { run.world_size = 3; }},
+      {"dtype bf16 / fp16", [](RunReport& run) { run.dtype = "fp16"; }},
+      {"parameters 1000000 / 1000001", [](RunReport& run) { ++run.parameters; }},
+      {"steps 2 / 3", [](RunReport& run) { ++run.steps; }},
+      {"micro_steps 1 / 2", [](RunReport& run) { ++run.micro_steps; }},
+      {"accumulate shard / local", [](RunReport& run) { run.accumulate = "local"; }},
+      {"optimizer adamw / lion", [](RunReport& run) { run.optimizer = "lion"; }},
+      {"moments fp32 / bf16", [](RunReport& run) { run.moments = "bf16"; }},
+      {"ema 0 / 0.5", [](RunReport& run) { run.ema = 0.5; }},
+      {"master_weights 1 / 0", [](RunReport& run) { run.master_weights = false; }}};
+  for (const auto& [difference, change] : changes) {
+    RunReport other = example(0);
+    other.name = "other";
+    change(other);
+
+    // The third differs: all are compared with the first.
+    const RunComparison comparison = compare_runs({example(0), example(0), other});
+
+    EXPECT_FALSE(comparison.comparable) << difference;
+    EXPECT_EQ(comparison.difference, "not the same training (" + difference + ") in 'stage-0' and 'other'");
+  }
+}
+
+TEST(RunReport, TheFirstDifferenceOfResultsIsNamed) {
+  const auto difference = [](auto change) {
+    RunReport other = example(3);
+    change(other);
+    const RunComparison comparison = compare_runs({example(0), example(1), other});
+    EXPECT_TRUE(comparison.comparable);
+    return comparison.difference;
+  };
+  EXPECT_EQ(difference([](RunReport& run) { run.digest = "ff"; }),
+            "digest 0123456789abcdef0123456789abcdef against ff between 'stage-0' and 'stage-3'");
+  EXPECT_EQ(difference([](RunReport& run) { run.losses[0] = 5; }),
+            "loss differs first at step 1 between 'stage-0' and 'stage-3'");
+  EXPECT_EQ(difference([](RunReport& run) { run.losses.pop_back(); }),
+            "loss ends at another step between 'stage-0' and 'stage-3'");
+  EXPECT_EQ(difference([](RunReport& run) { run.losses.push_back(5); }),
+            "loss ends at another step between 'stage-0' and 'stage-3'");
+  EXPECT_EQ(difference([](RunReport& run) { run.grad_norms[1] = 1.0; }),
+            "grad_norm differs first at step 2 between 'stage-0' and 'stage-3'");
+  EXPECT_EQ(difference([](RunReport& run) { run.grad_norms[0] = 2.0; }),
+            "grad_norm differs first at step 1 between 'stage-0' and 'stage-3'");
+  EXPECT_EQ(difference([](RunReport& run) { run.grad_norms.pop_back(); }),
+            "grad_norm ends at another step between 'stage-0' and 'stage-3'");
+}
+
+TEST(RunReport, ValuesOutOfRangeAreRefused) {
+  const auto with = [](const std::string& world_size, const std::string& stage, const std::string& dtype) {
+    return R"({"world_size": )" + world_size + R"(, "stage": )" + stage + R"(, "dtype": ")" + dtype +
+           R"(", "parameters": 1000, "steps": 2, "loss": [], "grad_norm": [], "digest": "00",
+      "tokens_per_second": 1.0, "ranks": []})";
+  };
+  const auto ending = [](const std::string& text) {
+    const std::string message = complaint(text);
+    const std::string begin = ".json': ";
+    return message.substr(message.find(begin) + begin.size());
+  };
+  const std::string advice = "; give files that forebay-gpt wrote with --report";
+  EXPECT_EQ(ending(with("0", "1", "bf16")), "world_size is 0" + advice);
+  EXPECT_EQ(ending(with("2", "4", "bf16")), "stage is 4" + advice);
+  EXPECT_EQ(ending(with("2", "-1", "bf16")), "stage is -1" + advice);
+  EXPECT_EQ(ending(with("2", "1", "fp8")), "dtype is 'fp8'" + advice);
+  for (const char* const dtype : {"fp32", "bf16", "fp16"}) {
+    for (const char* const stage : {"0", "1", "2", "3"}) {
+      EXPECT_EQ(read_text(with("1", stage, dtype)).dtype, dtype);
+    }
+  }
+}
+
+TEST(RunReport, AFileOfMoreThanAReportIsNotRead) {
+  const std::string path =
+      ::testing::TempDir() + "forebay-run-report-large-" + std::to_string(::getpid()) + ".json";
+  std::ofstream(path) << "{}";
+  const auto message = [&](std::uint64_t bytes) {
+    EXPECT_EQ(::truncate(path.c_str(), static_cast<off_t>(bytes)), 0);
+    try {
+      static_cast<void>(read_run_report(path));
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), StatusCode::kCorruption);
+      return error.status().message();
+    }
+    return std::string();
+  };
+  EXPECT_EQ(message((std::uint64_t{256} << 20) + 1), "cannot read report '" + path +
+                                                         "': it has 256.00 MiB, and at most 256.00 MiB are "
+                                                         "read; give files that forebay-gpt wrote with "
+                                                         "--report");
+  EXPECT_EQ(message(2), "cannot read report '" + path +
+                            "': it has no 'world_size'; give files that forebay-gpt wrote with --report");
+  std::remove(path.c_str());
+  try {
+    static_cast<void>(read_run_report(path));
+    FAIL() << "a file that is not there was read";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), StatusCode::kIoError);
+    EXPECT_EQ(error.status().message(), "cannot open report '" + path +
+                                            "': No such file or directory; check the name that --report was "
+                                            "given");
+  }
+}
+
 TEST(RunReport, MissingKeyIsNamed) {
   const std::string path = ::testing::TempDir() + "forebay-run-report-test.json";
   std::ofstream(path) << R"({"world_size": 2})";
