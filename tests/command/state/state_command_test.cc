@@ -2,9 +2,11 @@
 // words.
 
 #include <gtest/gtest.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
@@ -26,6 +28,22 @@
 #include "runtime/command/state/state_print.h"
 #include "tests/support/local_world.h"
 #include "tests/support/temporary_directory.h"
+
+namespace {
+
+// The number of the next fsync() of this thread that fails, or 0.
+thread_local int failing_sync = 0;
+
+}  // namespace
+
+// In place of the C library's, for export_state() too.
+extern "C" int fsync(int file) {
+  if (failing_sync > 0 && --failing_sync == 0) {
+    errno = EIO;
+    return -1;
+  }
+  return static_cast<int>(::syscall(SYS_fsync, file));
+}
 
 namespace forebay {
 namespace {
@@ -183,6 +201,67 @@ TEST_F(StateCommand, LongNamesAreShortenedInTheMiddle) {
   EXPECT_EQ(shortened_name("abcdefghijklmnopqrstuvwxyz", 11), "ab...uvwxyz");
   EXPECT_EQ(shortened_name("äöüäöüäöüäöüäöü", 11), "äö...äöüäöü");
   EXPECT_EQ(shortened_name("a\nb", 40), "a\\nb");
+  EXPECT_EQ(shortened_name("abcdefghijk", 11), "abcdefghijk");
+  EXPECT_EQ(shortened_name("abcdefghijkl", 11), "ab...ghijkl");
+}
+
+SavedStateFacts example_facts() {
+  SavedStateFacts facts;
+  facts.path = "/states/step-000000001234";
+  facts.attempted_steps = 1234;
+  facts.applied_steps = 1230;
+  facts.loss_scale = 1024.5;
+  facts.ranks = 5;
+  facts.stage = 2;
+  facts.dtype = "fp16";
+  facts.trainer_state = "{\"cursor\": 7}" + std::string(300, 'x');
+  facts.files = {{"rank-0-of-5.safetensors", 1000}, {"rank-1-of-5.safetensors", 2072}};
+  SavedParameter matrix{.name = "wte", .count = 2100, .shape = {3, 700}, .has_shape = true};
+  matrix.has_m = matrix.has_v = true;
+  SavedParameter flat{.name = "bias", .count = 7, .shape = {7}, .has_shape = false, .frozen = true};
+  facts.parameters = {matrix, flat};
+  return facts;
+}
+
+TEST(StatePrint, EachFigureStandsBehindItsName) {
+  EXPECT_EQ(state_text(example_facts(), {"step-000000001234", "step-000000001230"}),
+            R"(state       /states/step-000000001234
+step        1,234, 1,230 of them applied
+saved by    5 ranks at ZeRO stage 2 in fp16
+loss scale  1024.5
+files       2 files, 3.00 KiB
+parameters  2 parameters of 2,107 elements; weights, m and v in fp32 take 24.64 KiB
+trainer     {"cursor":
+            7}xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx
+kept states step-000000001234, step-000000001230
+
+parameter         shape  elements   bytes
+wte            [3, 700]     2,100  25,200
+bias (frozen)         -         7      28
+)");
+
+  SavedStateFacts plain = example_facts();
+  plain.dtype = "bf16";
+  plain.trainer_state = "";
+  plain.ranks = 1;
+  const std::string text = state_text(plain, {"step-000000001234"});
+  EXPECT_EQ(text.find("loss scale"), std::string::npos) << text;
+  EXPECT_EQ(text.find("kept states"), std::string::npos) << text;
+  EXPECT_NE(text.find("\ntrainer     -\n"), std::string::npos) << text;
+  EXPECT_NE(text.find("\nsaved by    1 rank at ZeRO stage 2 in bf16\n"), std::string::npos) << text;
+  EXPECT_EQ(state_size_text(plain), "2 files, 3.00 KiB; 2 parameters");
+}
+
+TEST(StatePrint, EachFigureHasItsKeyInJson) {
+  SavedStateFacts facts = example_facts();
+  facts.trainer_state = "\xff";
+  EXPECT_EQ(Json::parse(state_json(facts, {"step-000000001234", "step-000000001230"})), Json::parse(R"(
+{"path": "/states/step-000000001234", "step": 1234, "applied_steps": 1230, "loss_scale": 1024.5, "ranks": 5,
+ "stage": 2, "dtype": "fp16", "trainer_state": "�", "kept_states": ["step-000000001234", "step-000000001230"],
+ "files": [{"name": "rank-0-of-5.safetensors", "bytes": 1000},
+           {"name": "rank-1-of-5.safetensors", "bytes": 2072}],
+ "parameters": [{"name": "wte", "shape": [3, 700], "elements": 2100, "bytes": 25200, "frozen": false},
+                {"name": "bias", "shape": null, "elements": 7, "bytes": 28, "frozen": true}]})"));
 }
 
 TEST_F(StateCommand, ExportsTheWeightsAsSafetensors) {
@@ -274,6 +353,48 @@ TEST_F(StateCommand, TwoExportsToOneFileLeaveAWholeOne) {
   });
   EXPECT_EQ(TensorFile(to).values<float>("wte").back(), value_of(0, 2099));
   EXPECT_EQ(files(), std::vector<std::string>{"m.safetensors"});
+}
+
+// Three files and the index; the directory is synced last, and some file systems refuse that.
+TEST_F(StateCommand, AnExportThatCannotBeSyncedFailsAndLeavesNothing) {
+  save();
+  SavedStateReader state(directory_);
+  const StateExport wanted{.to = root_ + "/m.safetensors", .max_shard_bytes = 2430};
+  const auto nothing = [](std::uint64_t, std::uint64_t) {};
+  for (int sync = 1; sync <= 4; ++sync) {
+    failing_sync = sync;
+    try {
+      export_state(state, wanted, nothing);
+      ADD_FAILURE() << "sync " << sync << " failed, and the export did not";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), StatusCode::kIoError);
+      const char* const names[] = {"m-00001-of-00003.safetensors", "m-00002-of-00003.safetensors",
+                                   "m-00003-of-00003.safetensors", "m.safetensors.index.json"};
+      EXPECT_EQ(error.status().message(), "cannot write " + root_ + "/" + names[sync - 1] +
+                                              ": Input/output error; name a place that can be written to and "
+                                              "has room");
+    }
+    EXPECT_EQ(files(), std::vector<std::string>()) << sync;
+  }
+  failing_sync = 5;
+  EXPECT_EQ(export_state(state, wanted, nothing).size(), 4u);
+  EXPECT_EQ(failing_sync, 0);
+  EXPECT_EQ(files().size(), 4u);
+}
+
+TEST_F(StateCommand, FailsWhenItsOutputCannotBeWritten) {
+  save();
+  ASSERT_EQ(command("export " + directory_ + " --to " + root_ + "/from.safetensors"), 0) << err_;
+  for (const std::string& words : {"show " + directory_, "show --json " + directory_, "verify " + directory_,
+                                   "verify --state step-000000000000 " + directory_,
+                                   "export " + directory_ + " --to " + root_ + "/m.safetensors",
+                                   "import " + root_ + "/imported --from " + root_ + "/from.safetensors"}) {
+    const std::string line =
+        std::string(FOREBAY_COMMAND) + " state " + words + " > /dev/full 2> " + root_ + "/err < /dev/null";
+    EXPECT_EQ(WEXITSTATUS(std::system(line.c_str())), 1) << words;
+    EXPECT_EQ(text_of(root_ + "/err").find("forebay state"), 0u) << words << text_of(root_ + "/err");
+    EXPECT_NE(text_of(root_ + "/err").find("cannot write to standard output"), std::string::npos) << words;
+  }
 }
 
 TEST_F(StateCommand, KeepsAsManyStatesAsWereAskedFor) {
