@@ -6,11 +6,16 @@
 #include <algorithm>
 #include <array>
 #include <cstdio>
+#include <fstream>
 #include <nlohmann/json.hpp>
 #include <regex>
+#include <sstream>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "runtime/command/plan/largest.h"
+#include "tests/support/temporary_directory.h"
 
 namespace {
 
@@ -618,6 +623,49 @@ TEST(PlanCommand, RefusesBadInputWithItsNameAndExitCode2) {
   }
 }
 
+// The last values that are taken, and the first ones that are not.
+TEST(PlanCommand, TakesValuesUpToTheirLimits) {
+  const std::string shape(kShape);
+  for (const char* const taken :
+       {"--chunk 4KiB", "--chunk 1GiB", "--ranks 1000000 --stage 0", "--ranks 4 --host-ranks 4",
+        "--host-ranks 1", "--pipeline-parallel 4", "--batch 16777216 --stage 0",
+        "--micro-steps 1000000 --stage 0", "--memory 1GiB --device-room 1023MiB"}) {
+    EXPECT_NE(plan(shape + taken).exit_code, 2) << taken;
+  }
+  for (const auto& [refused, says] : std::vector<std::pair<std::string, std::string>>{
+           {"--chunk 2048", "--chunk is 2048 bytes; did you mean 2048GiB?"},
+           {"--chunk 2147483648", "use one from 4.00 KiB to 1.00 GiB, such as 2MiB"},
+           {"--ranks 1000001", "--ranks is 1000001; use 1 to 1000000"},
+           {"--ranks 4 --host-ranks 5", "--host-ranks is 5; use 0 to all ranks (4)"},
+           {"--tensor-parallel 4097", "--tensor-parallel is 4097; use 1 to 4096"},
+           {"--bucket auto", "--bucket is auto, which is measured where a model is trained"},
+           {"--ranks 4 --memory 1GiB --device-room 1GiB",
+            "--device-room 1.00 GiB leaves nothing of --memory 1.00 GiB"},
+           {"--ranks 4 --parameters 1B", "--parameters and a shape were both given"}}) {
+    const Outcome outcome = plan(shape + refused);
+    EXPECT_EQ(outcome.exit_code, 2) << refused;
+    EXPECT_NE(outcome.output.find(says), std::string::npos) << refused << "\n" << outcome.output;
+  }
+}
+
+TEST(PlanCommand, DescribesTheModel) {
+  const auto second_line = [](const std::string& arguments) {
+    std::istringstream text(plan(arguments + " --host-ranks 0 --stage 0").output);
+    std::string line;
+    std::getline(text, line);
+    std::getline(text, line);
+    return line;
+  };
+  EXPECT_EQ(second_line(kShape),
+            "GPT-2 kind: 4 layers, hidden 128, 4 heads, sequence 64, vocabulary 256 (tied), batch 8");
+  EXPECT_EQ(second_line("--config " + data("llama_3_8b.json")),
+            "Llama kind: 32 layers, hidden 4096, 32 heads (8 for keys and values), sequence 8192, vocabulary "
+            "128256 (not tied), batch 1");
+  EXPECT_EQ(second_line("--config " + data("llama_3_8b.json") + " --batch 3 --sequence 100"),
+            "Llama kind: 32 layers, hidden 4096, 32 heads (8 for keys and values), sequence 100, vocabulary "
+            "128256 (not tied), batch 3");
+}
+
 TEST(PlanCommand, RefusesAConfigThatIsNoRegularFile) {
   const Outcome outcome = plan("--config /dev/zero");
 
@@ -646,6 +694,32 @@ TEST(ReportCommand, SaysPlainlyWhatItCannotRead) {
   EXPECT_EQ(outcome.exit_code, 1);
   EXPECT_EQ(outcome.output.find("forebay report: cannot read report"), 0u) << outcome.output;
   EXPECT_EQ(forebay("report /dev/zero").exit_code, 1);
+}
+
+TEST(ReportCommand, ExitCodeSaysWhetherTheRunsAreEqual) {
+  const forebay::testing::TemporaryDirectory directory;
+  std::ifstream file(data("run_report.json"));
+  const Json report = Json::parse(file);
+  const auto write = [&](const char* name, const char* key, const Json& value) {
+    Json changed = report;
+    changed[key] = value;
+    std::ofstream(directory / name) << changed;
+    return directory / name;
+  };
+  const std::string one = data("run_report.json") + " ";
+  const std::string same = write("same", "stage", 3);
+  const std::string loss = write("loss", "loss", {5.25});
+  const std::string other = write("other", "steps", 2);
+  for (const char* const more : {"", " --json"}) {
+    EXPECT_EQ(forebay("report " + one + more).exit_code, 0);
+    EXPECT_EQ(forebay("report " + one + same + more).exit_code, 0);
+    EXPECT_EQ(forebay("report " + one + loss + more).exit_code, 1);
+    EXPECT_EQ(forebay("report " + one + other + more).exit_code, 1);
+    EXPECT_EQ(forebay("report " + one + same + " " + loss + more).exit_code, 1);
+  }
+  EXPECT_EQ(Json::parse(forebay("report " + one + other + " --json").output).at("equal"), false);
+  EXPECT_EQ(Json::parse(forebay("report " + one + loss + " --json").output).at("equal"), false);
+  EXPECT_EQ(Json::parse(forebay("report " + one + same + " --json").output).at("equal"), true);
 }
 
 TEST(ReportCommand, FailsWhenItsOutputCannotBeWritten) {

@@ -10,6 +10,8 @@
 #include <nlohmann/json.hpp>
 
 #include "forebay/model_config.h"
+#include "runtime/command/plan/activation_print.h"
+#include "runtime/command/plan/largest.h"
 #include "runtime/command/plan/plan_print.h"
 
 namespace forebay {
@@ -208,6 +210,97 @@ TEST(StatesFormula, SaysWhatTheBytesAre) {
   EXPECT_EQ(formula(3, DataType::kFloat32, 3), "16Psi/N");
 }
 
+// At stages 0 and 2 in bf16, on the device and with the optimizer or all states offloaded to memory and
+// files.
+TEST(StatesFormula, KnowsOptimizersAndTheirFormats) {
+  struct Kind {
+    const char* name;
+    void (*change)(PlanOptions& options);
+    const char* whole;
+    const char* sharded;
+    const char* pinned;
+    const char* files;
+    const char* all_pinned;
+    const char* all_files;
+  };
+  const Kind kinds[] = {
+      {"AdamW", [](PlanOptions&) {}, "16Psi", "2Psi + 14Psi/N", "pinned 14Psi",
+       "pinned 2Psi/N and staging; files 12Psi/N", "pinned 16Psi/N",
+       "pinned 2Psi/N and staging; files 14Psi/N"},
+      {"ema", [](PlanOptions& o) { o.ema = 0.5; }, "20Psi", "2Psi + 18Psi/N", "pinned 18Psi",
+       "pinned 2Psi/N and staging; files 16Psi/N", "pinned 20Psi/N",
+       "pinned 2Psi/N and staging; files 18Psi/N"},
+      {"bf16 moments", [](PlanOptions& o) { o.moments = MomentFormat::kBfloat16; }, "12Psi", "2Psi + 10Psi/N",
+       "pinned 10Psi", "pinned 2Psi/N and staging; files 8Psi/N", "pinned 12Psi/N",
+       "pinned 2Psi/N and staging; files 10Psi/N"},
+      {"block8 moments", [](PlanOptions& o) { o.moments = MomentFormat::kBlock8; }, "10Psi", "2Psi + 8Psi/N",
+       "pinned 8Psi", "pinned 2Psi/N and staging; files 6Psi/N", "pinned 10Psi/N",
+       "pinned 2Psi/N and staging; files 8Psi/N"},
+      {"no master", [](PlanOptions& o) { o.master_weights = false; }, "12Psi", "2Psi + 10Psi/N",
+       "pinned 12Psi", "pinned 2Psi/N and staging; files 10Psi/N", "pinned 12Psi/N",
+       "pinned 2Psi/N and staging; files 10Psi/N"},
+      {"fp32", [](PlanOptions& o) { o.dtype = DataType::kFloat32; }, "16Psi", "4Psi + 12Psi/N",
+       "pinned 16Psi", "pinned 4Psi/N and staging; files 12Psi/N", "pinned 16Psi/N",
+       "pinned 4Psi/N and staging; files 12Psi/N"},
+      {"Lion", [](PlanOptions& o) { o.optimizer = Optimizer::kLion; }, "12Psi", "2Psi + 10Psi/N",
+       "pinned 10Psi", "pinned 2Psi/N and staging; files 8Psi/N", "pinned 12Psi/N",
+       "pinned 2Psi/N and staging; files 10Psi/N"},
+      {"SGD", [](PlanOptions& o) { o.optimizer = Optimizer::kSgd; }, "12Psi", "2Psi + 10Psi/N",
+       "pinned 10Psi", "pinned 2Psi/N and staging; files 8Psi/N", "pinned 12Psi/N",
+       "pinned 2Psi/N and staging; files 10Psi/N"},
+      {"Muon", [](PlanOptions& o) { o.optimizer = Optimizer::kMuon; }, "16Psi", "2Psi + 14Psi/N",
+       "pinned 14Psi", "pinned 6Psi/N and staging; files 8Psi/N", "pinned 16Psi/N",
+       "pinned 6Psi/N and staging; files 10Psi/N"},
+  };
+  for (const Kind& kind : kinds) {
+    SCOPED_TRACE(kind.name);
+    const auto report = [&](int stage, Offload offload = Offload::kNone, Tier tier = Tier::kPinned) {
+      PlanRequest request =
+          request_of({.preset = Preset::kForebay, .parameters = 1'000'000, .ranks = 4, .stage = stage});
+      kind.change(request.options);
+      request.options.offload = offload;
+      request.options.tier = tier;
+      return make_plan_report(request).value();
+    };
+    EXPECT_EQ(report(0).states_formula, kind.whole);
+    EXPECT_EQ(report(0).below_device_formula, "");
+    EXPECT_EQ(report(2).states_formula, kind.sharded);
+    EXPECT_EQ(report(0, Offload::kOptimizer).below_device_formula, kind.pinned);
+    EXPECT_EQ(report(2, Offload::kOptimizer, Tier::kFile).below_device_formula, kind.files);
+    EXPECT_EQ(report(3, Offload::kOptimizerAndParameters).below_device_formula, kind.all_pinned);
+    EXPECT_EQ(report(3, Offload::kOptimizerAndParameters, Tier::kFile).below_device_formula, kind.all_files);
+  }
+}
+
+TEST(WireFormula, CountsReductionsAndGathers) {
+  const auto formula = [](int stage, int micro_steps, int group = 1, bool within = false,
+                          Accumulate accumulate = Accumulate::kShard,
+                          Optimizer optimizer = Optimizer::kAdamW) {
+    PlanRequest request = request_of({.preset = Preset::kForebay,
+                                      .ranks = 8,
+                                      .stage = stage,
+                                      .micro_steps = micro_steps,
+                                      .accumulate = accumulate});
+    request.shape =
+        TransformerShape{.layers = 2, .hidden = 64, .heads = 4, .vocabulary = 128, .positions = 16};
+    request.options.group = group;
+    request.options.shard_within_group = within;
+    request.options.optimizer = optimizer;
+    return make_plan_report(request).value().wire_formula;
+  };
+  EXPECT_EQ(formula(1, 1), "2Psi(N-1)/N elements of 2 bytes");
+  EXPECT_EQ(formula(1, 3), "4Psi(N-1)/N elements of 2 bytes");
+  EXPECT_EQ(formula(1, 3, 1, false, Accumulate::kLocal), "2Psi(N-1)/N elements of 2 bytes");
+  EXPECT_EQ(formula(3, 2), "at most 6Psi(N-1)/N elements of 2 bytes");
+  EXPECT_EQ(formula(1, 1, 1, false, Accumulate::kShard, Optimizer::kMuon),
+            "2Psi(N-1)/N elements of 2 bytes, and 2Psi(N-1)/N of 4 for layers with matrices");
+  EXPECT_EQ(formula(1, 3, 2), "3Psi(G-1)/G + Psi(N-1)/N elements of 2 bytes, and 3Psi(N/G-1)/N of 4");
+  EXPECT_EQ(formula(3, 2, 2),
+            "at most 2Psi(G-1)/G + 4Psi(N-1)/N elements of 2 bytes, and 2Psi(N/G-1)/N of 4");
+  EXPECT_EQ(formula(3, 2, 2, true),
+            "at most 2Psi(G-1)/G + 4Psi(G-1)/G elements of 2 bytes, and 4Psi(N/G-1)/N of 4");
+}
+
 // Every "aPsi + bPsi/N" of any preset gives the bytes beside it.
 TEST(StatesFormula, AgreesWithTheFigures) {
   const std::uint64_t psi = 7'000'000;
@@ -386,6 +479,48 @@ TEST(PaperPreset, CountsActivationsAsItsFootnoteDoes) {
 
 // --- holding it against something ---
 
+TEST(ShrinkAdvice, IsForTheStageThatItIs) {
+  const auto advice = [](int stage, int ranks, std::uint64_t PlanFigures::*pool,
+                         Offload offload = Offload::kNone, double fraction = 1) {
+    PlanReport report;
+    report.options.stage = stage;
+    report.options.ranks = ranks;
+    report.options.offload = offload;
+    report.options.offload_fraction = fraction;
+    report.bytes.*pool = 3u << 20;
+    return shrink_advice(report);
+  };
+  const auto parameters = &PlanFigures::parameters;
+  const auto gradients = &PlanFigures::gradients;
+  const auto optimizer = &PlanFigures::optimizer;
+  const std::string begin = "the largest pool is ";
+  EXPECT_EQ(advice(0, 4, parameters), begin + "parameters with 3.00 MiB: use --stage 3");
+  EXPECT_EQ(advice(2, 1, parameters), begin + "parameters with 3.00 MiB: use more --ranks, and --stage 3");
+  EXPECT_EQ(advice(3, 4, parameters),
+            begin + "parameters with 3.00 MiB: use more --ranks, or --offload optimizer+parameters");
+  EXPECT_EQ(advice(3, 4, parameters, Offload::kOptimizer),
+            begin + "parameters with 3.00 MiB: use more --ranks, or --offload optimizer+parameters");
+  EXPECT_EQ(advice(3, 4, parameters, Offload::kOptimizerAndParameters, 0.5),
+            begin + "parameters with 3.00 MiB: use more --ranks, or a larger --offload-fraction");
+  EXPECT_EQ(advice(1, 4, gradients), begin + "gradients with 3.00 MiB: use --stage 2 or higher");
+  EXPECT_EQ(advice(1, 1, gradients),
+            begin + "gradients with 3.00 MiB: use more --ranks, and --stage 2 or higher");
+  EXPECT_EQ(advice(2, 4, gradients), begin + "gradients with 3.00 MiB: use more --ranks");
+  EXPECT_EQ(advice(0, 4, optimizer),
+            begin + "optimizer with 3.00 MiB: use --stage 1 or higher, or --offload optimizer");
+  EXPECT_EQ(advice(1, 4, optimizer),
+            begin + "optimizer with 3.00 MiB: use more --ranks, or --offload optimizer");
+  EXPECT_EQ(advice(1, 4, optimizer, Offload::kOptimizer),
+            begin + "optimizer with 3.00 MiB: use more --ranks");
+
+  PlanReport report;
+  report.bytes.optimizer = 5000;
+  report.bytes.activations = 4000;
+  EXPECT_NE(shrink_advice(report, 4000).find("optimizer"), std::string::npos) << "activations just fit";
+  EXPECT_NE(shrink_advice(report, 3999).find("activations"), std::string::npos);
+  EXPECT_NE(shrink_advice(report).find("optimizer"), std::string::npos);
+}
+
 TEST(ShrinkAdvice, NamesTheLargestPoolAndWhatMakesItSmaller) {
   PlanReport report = report_of({.parameters = 1'000'000, .ranks = 4});
   EXPECT_NE(shrink_advice(report).find("largest pool is optimizer"), std::string::npos);
@@ -433,6 +568,492 @@ TEST(JudgeHost, HoldsAllRanksHereAgainstEachLimitByName) {
   EXPECT_EQ(json.at("host").at("limits").at(1).at("fits"), true);
 }
 
+// --- in print ---
+
+// No two figures are equal.
+PlanReport printed_example(int stage) {
+  PlanReport report;
+  report.parameters = 7'000'001;
+  report.part_parameters = 3'500'002;
+  report.options.stage = stage;
+  report.options.ranks = 4;
+  report.options.dtype = DataType::kFloat16;
+  report.options.micro_steps = 5;
+  report.options.chunk_bytes = 4096;
+  report.bytes.parameters = 1001;
+  report.bytes.gradients = 2002;
+  report.bytes.optimizer = 4004;
+  report.bytes.gathered = 8008;
+  report.bytes.buckets = 16'016;
+  report.bytes.activations = 32'032;
+  report.bytes.reserved = 65'536;
+  report.bytes.total = report.bytes.known();
+  report.wire = {.sent = 100'001, .received = 100'002};
+  report.evaluation = {.sent = 50'001, .received = 50'002};
+  report.exact = true;
+  report.states_formula = "1Psi";
+  report.wire_formula = "2Psi";
+  report.notes = {"a note", "another"};
+  return report;
+}
+
+// The same in parts and offloaded, with a copy to save.
+PlanReport printed_offload(int stage) {
+  PlanReport report = printed_example(stage);
+  report.part = {.tensor_parallel = 2, .pipeline_parallel = 3, .pipeline_stage = 1};
+  report.options.offload = Offload::kOptimizerAndParameters;
+  report.options.tier = Tier::kFile;
+  report.options.save_async = true;
+  report.options.group = 2;
+  report.options.optimizer = Optimizer::kLion;
+  report.options.moments = MomentFormat::kBfloat16;
+  report.options.master_weights = false;
+  report.options.ema = 0.5;
+  report.device_units = 3;
+  report.units = 8;
+  report.host = {.optimizer = 201, .gradients = 302, .parameters = 403, .staging = 504, .saving = 605};
+  report.bytes.pinned = report.host.total();
+  report.file = {.optimizer = 701, .parameters = 802, .read_per_step = 903, .written_per_step = 1004};
+  report.below_device_formula = "pinned 3Psi";
+  for (std::uint64_t i = 0; i < 3; ++i) {
+    StageFigures figures;
+    figures.layers = 2 + i;
+    figures.parameters = 1'000'000 + i;
+    figures.bytes.parameters = 10 + i;
+    figures.bytes.gradients = 20 + i;
+    figures.bytes.optimizer = 40 + i;
+    figures.bytes.gathered = 80 + i;
+    figures.bytes.buckets = 160 + i;
+    figures.bytes.activations = 320 + i;
+    figures.bytes.reserved = 4096 * (i + 1);
+    figures.wire = {.sent = 600 + i, .received = 700 + i};
+    report.pipeline.push_back(figures);
+  }
+  return report;
+}
+
+TEST(PlanPrint, OnePlanIsPrintedToTheByte) {
+  const PlanBudget budget{.memory_bytes = 100'000,
+                          .room_bytes = 10'000,
+                          .host_ranks = 2,
+                          .host_limits = {{"free memory", "/p/meminfo", 200'000}}};
+  EXPECT_EQ(plan_text({printed_example(2)}, {"one stage"}, "the model", budget),
+            R"(fits: stage 2 on 4 ranks of 97.66 KiB with 33.66 KiB to spare
+plan (forebay): 7,000,001 parameters, fp16, 4 ranks, 5 micro-steps a step
+the model
+
+bytes per rank                                      stage 2
+parameters                             1,001 B        1001 B
+gradients                              2,002 B      1.96 KiB
+optimizer                              4,004 B      3.91 KiB
+= model states                         7,007 B      6.84 KiB
+  formula                                               1Psi
+gathered                               8,008 B      7.82 KiB
+buckets                               16,016 B     15.64 KiB
+activations                           32,032 B     31.28 KiB
+= total                               63,063 B     61.58 KiB
+reserved                              65,536 B     64.00 KiB
+
+wire per step
+sent                                 100,001 B     97.66 KiB
+received                             100,002 B     97.66 KiB
+sent, evaluation                      50,001 B     48.83 KiB
+
+Psi: parameters; N: ranks
+stage 2 wire: 2Psi
+note: a note
+note: another
+left out: one stage
+
+held against, if 2 ranks ran on this host, without a GPU (--host-ranks):
+  --memory 97.66 KiB (107.42 KiB less 9.77 KiB for the driver, --device-room): holds stage 2 (64.00 KiB)
+  free memory 195.31 KiB (/p/meminfo): holds stage 2 (128.00 KiB)
+  activations among them are an estimate; forebay-gpt goes by its own exact plan
+)");
+}
+
+TEST(PlanPrint, PlansStandSideBySide) {
+  PlanReport unknown = printed_example(3);
+  unknown.bytes.total.reset();
+  unknown.bytes.reserved.reset();
+  unknown.bytes.gathered.reset();
+  unknown.notes = {"another", "a third"};
+  const PlanBudget budget{
+      .memory_bytes = 60'000,
+      .host_ranks = 2,
+      .host_limits = {{"cgroup memory limit", "", 120'000}, {"free memory", "", 131'072}}};
+  EXPECT_EQ(plan_text({printed_example(1), unknown}, {}, "", budget),
+            R"(fits: stage 3 on 4 ranks of 58.59 KiB with 4.83 KiB to spare, less what is not counted
+plan (forebay): 7,000,001 parameters, fp16, 4 ranks, 5 micro-steps a step
+
+bytes per rank                stage 1           stage 3
+parameters                      1001 B            1001 B
+gradients                     1.96 KiB          1.96 KiB
+optimizer                     3.91 KiB          3.91 KiB
+= model states                6.84 KiB          6.84 KiB
+  formula                         1Psi              1Psi
+gathered                      7.82 KiB       not counted
+buckets                      15.64 KiB         15.64 KiB
+activations                  31.28 KiB         31.28 KiB
+= total                      61.58 KiB      >= 53.76 KiB
+reserved                     64.00 KiB      >= 53.76 KiB
+
+wire per step
+sent                         97.66 KiB         97.66 KiB
+received                     97.66 KiB         97.66 KiB
+sent, evaluation             48.83 KiB         48.83 KiB
+
+Psi: parameters; N: ranks
+stage 1 wire: 2Psi
+stage 3 wire: 2Psi
+note: a note
+note: another
+note: a third
+
+held against, if 2 ranks ran on this host, without a GPU (--host-ranks):
+  --memory 58.59 KiB: DOES NOT HOLD stage 1 (64.00 KiB); holds stage 3 (at least 53.76 KiB)
+  cgroup memory limit 117.19 KiB: DOES NOT HOLD stage 1 (128.00 KiB); holds stage 3 (at least 107.53 KiB)
+  free memory 128.00 KiB: holds stage 1 (128.00 KiB); holds stage 3 (at least 107.53 KiB)
+  activations among them are an estimate; forebay-gpt goes by its own exact plan
+  stage 1: the largest pool is activations with 31.28 KiB: use a smaller --batch or --sequence, or --recompute block
+  or keep fewer of the ranks on this host
+)");
+}
+
+TEST(PlanPrint, OffloadAndPipelineHaveTheirRows) {
+  std::vector<ActivationReport> activations(3);
+  for (std::size_t i = 0; i < activations.size(); ++i) {
+    activations[i].in_flight = 3 - static_cast<int>(i);
+    activations[i].blocks.layers = 2 + i;
+    activations[i].blocks.tensor_parallel = 2;
+    activations[i].request.part = {
+        .tensor_parallel = 2, .pipeline_parallel = 3, .pipeline_stage = static_cast<int>(i)};
+  }
+  const std::string text =
+      plan_text({printed_offload(2), printed_offload(3)}, {}, "the model", {}, activations);
+  const std::size_t begin = text.find("\nactivations of one micro-step");
+  const std::size_t end = text.find("\npipeline stage");
+  ASSERT_LT(begin, end) << text;
+  EXPECT_EQ(
+      text.substr(0, begin) + text.substr(end),
+      R"(plan (forebay): 7,000,001 parameters, fp16, 24 ranks = 4 data-parallel x 2 tensor-parallel x 3 pipeline stages, 5 micro-steps a step
+the model
+
+bytes per rank                stage 2           stage 3
+parameters                      1001 B            1001 B
+gradients                     1.96 KiB          1.96 KiB
+optimizer                     3.91 KiB          3.91 KiB
+= model states                6.84 KiB          6.84 KiB
+  formula                         1Psi              1Psi
+gathered                      7.82 KiB          7.82 KiB
+buckets                      15.64 KiB         15.64 KiB
+activations                  31.28 KiB         31.28 KiB
+= total                      61.58 KiB         61.58 KiB
+reserved                     64.00 KiB         64.00 KiB
+units on the device             3 of 8            3 of 8
+
+pinned, on the host
+optimizer                        201 B             201 B
+gradients                        302 B             302 B
+parameters                       403 B             403 B
+staging                          504 B             504 B
+saving                           605 B             605 B
+= pinned                      1.97 KiB          1.97 KiB
+
+in files
+optimizer                        701 B             701 B
+parameters                       802 B             802 B
+= files                       1.47 KiB          1.47 KiB
+read per step                    903 B             903 B
+written per step                1004 B            1004 B
+
+wire per step
+sent                         97.66 KiB         97.66 KiB
+received                     97.66 KiB         97.66 KiB
+sent, evaluation             48.83 KiB         48.83 KiB
+
+Psi: parameters that a rank has some or all of, 3,500,002 here; N: data-parallel ranks, 4; G: ranks of a group, 2
+stage 2 below the device: pinned 3Psi
+stage 3 below the device: pinned 3Psi
+stage 2 wire: 2Psi
+stage 3 wire: 2Psi
+note: a note
+note: another
+
+pipeline stage  layers  parameters  micro-batches  activations  ZeRO stage 2  ZeRO stage 3
+0                    2   1,000,000              3        320 B      4.00 KiB      4.00 KiB
+1                    3   1,000,001              2        321 B      8.00 KiB      8.00 KiB
+2                    4   1,000,002              1        322 B     12.00 KiB     12.00 KiB
+figures above are those of pipeline stage 1, which needs most; micro-batches: those in flight at the same time
+)");
+  EXPECT_EQ(text.find("of pipeline stage 1 (3 layers, 2 micro-batches in flight)"), begin + 41) << text;
+}
+
+TEST(PlanPrint, SavingAloneIsPinnedMemoryToo) {
+  PlanReport report = printed_example(0);
+  report.options.save_async = true;
+  report.host.saving = 605;
+  report.bytes.pinned = 605;
+  const std::string text = plan_text({report}, {}, "", {});
+  EXPECT_NE(text.find("\npinned, for saving                       605 B         605 B\n\nwire per step\n"),
+            std::string::npos)
+      << text;
+}
+
+// No two figures are equal.
+ActivationReport printed_activations() {
+  ActivationReport report;
+  report.in_flight = 3;
+  report.request.dtype = DataType::kBfloat16;
+  report.request.recompute_every = 2;
+  report.request.part = {.tensor_parallel = 4, .pipeline_parallel = 6, .pipeline_stage = 3};
+  report.blocks.layers = 8;
+  report.blocks.hidden = 11;
+  report.blocks.sequence = 13;
+  report.blocks.batch = 17;
+  report.blocks.element_bytes = 2;
+  report.blocks.tensor_parallel = 4;
+  report.blocks.keeps_scores = true;
+  report.blocks.has_embedding = true;
+  report.blocks.recompute_every = 2;
+  report.formulas = {.zero_all = 10'001,
+                     .all = 20'002,
+                     .all_sequence_parallel = 30'003,
+                     .selective = 40'004,
+                     .without_scores_and_masks = 50'005,
+                     .saved_count = 5,
+                     .saved = 60'006,
+                     .saved_partitioned = 70'007,
+                     .kept = 80'008,
+                     .block = 90'009,
+                     .loss = 100'010,
+                     .zero_segment = 110'011,
+                     .tensor_parallel_wire = 120'012,
+                     .zero_tensor_parallel_wire = 130'013,
+                     .partition_wire = 14'014};
+  ActivationPlan plan;
+  plan.options.tier = Tier::kFile;
+  for (const ActivationPlacement placement :
+       {ActivationPlacement::kPartitionAndSpill, ActivationPlacement::kKeep, ActivationPlacement::kPartition,
+        ActivationPlacement::kPartitionAndSpill, ActivationPlacement::kPartitionAndSpill})
+    plan.slots.push_back({.bytes = 1, .placement = placement});
+  plan.kept_bytes = 150'015;
+  plan.staging_bytes = 160'016;
+  plan.gathered_bytes = 170'017;
+  plan.host_spilled_bytes = 180'018;
+  plan.host_staging_bytes = 190'019;
+  plan.file_bytes = 200'020;
+  plan.wire_per_micro_batch = {.sent = 210'021, .received = 220'022};
+  plan.spilled_bytes_per_micro_batch = 230'023;
+  report.plan = plan;
+  return report;
+}
+
+TEST(ActivationPrint, EachFigureStandsBehindItsName) {
+  EXPECT_EQ(activation_text(printed_activations()), R"(
+activations of one micro-step, per rank of pipeline stage 3 (8 layers, 3 micro-batches in flight): bf16, t = 4 tensor-parallel ranks, one layer of every 2 recomputed, 5 of 8; the others keep everything
+if nothing were recomputed:
+  ZeRO's count                                         10001 B    9.77 KiB   12hbsL e
+  Korthikanti's                                        20002 B   19.53 KiB
+      sbh(10 + 24/t + 5as/(ht))L
+    with sequence parallelism                          30003 B   29.30 KiB   sbh(34 + 5as/h)L/t
+    and attention recomputed                           40004 B   39.07 KiB   34sbhL/t
+    without scores, masks, as forebay-gpt              50005 B   48.83 KiB   sbh e(4 + 12/t)L
+saved, 5 inputs (1 keep, 1 partition, 3 partition+spill):
+  whole                                                60006 B   58.60 KiB   sbh e each
+  partitioned (Pa)                                     70007 B   68.37 KiB   divided by t
+  planned: kept on the device                         150015 B  146.50 KiB
+  planned: spilled bytes leave from                   160016 B  156.27 KiB
+  planned: gathered and fetched into                  170017 B  166.03 KiB
+  planned: pinned, passed through                     370037 B  361.36 KiB
+  planned: in files                                   200020 B  195.33 KiB
+  planned: down, and up again                         230023 B  224.63 KiB   per micro-step
+kept by the 3 layers that are not recomputed:
+  Korthikanti's                                        80008 B   78.13 KiB
+alive while one layer is computed again:
+  Korthikanti's                                        90009 B   87.90 KiB
+  alive while the loss is computed                    100010 B   97.67 KiB
+      sbV(e + 8)/t: logits, fp32 copies
+  = on the device, as planned                         820082 B  800.86 KiB
+      planned + Korthikanti's, kept activations 3 times, the loss in place of a layer
+ZeRO's count, with 2 layers recomputed at a time:
+  alive meanwhile                                     110011 B  107.43 KiB   12hbs e of each layer
+    with the saved inputs, whole                      170017 B  166.03 KiB
+wire per micro-step, received (as much is sent):
+  tensor parallelism                                  120012 B  117.20 KiB
+      4 all-reduces of sbh e a layer, 1 a recomputed one, 2 at the ends, each 2(t-1)/t
+    by ZeRO's count                                   130013 B  126.97 KiB   6 all-reduces a layer
+  Pa adds, by the formula                              14014 B   13.69 KiB
+      (t-1)/t sbh e a saved input: 11.7 %, of ZeRO's count 10.8 %
+  planned                                             220022 B  214.87 KiB
+  between pipeline stages, sent per micro-step            9724 B    9.50 KiB
+      sbh e forward, and as much back
+e: bytes of an element; the bracketed terms are those of 2-byte types and of GPT-2's blocks
+note: ZeRO's count leaves out the attention's scores and the dropout masks (arXiv 1910.02054, 3.2; Korthikanti et al., arXiv 2205.05198)
+)");
+}
+
+TEST(ActivationPrint, FiguresThatAreNoneHaveNoRow) {
+  ActivationReport report = printed_activations();
+  report.in_flight = 1;
+  report.request.part = {};
+  report.request.recompute_every = 1;
+  report.blocks.tensor_parallel = 1;
+  report.blocks.recompute_every = 1;
+  report.blocks.keeps_scores = false;
+  report.formulas.saved_count = 8;
+  report.formulas.loss = 0;
+  report.plan->options.tier = Tier::kPinned;
+  report.plan->staging_bytes = report.plan->gathered_bytes = 0;
+  report.plan->host_spilled_bytes = 1;
+  report.plan->host_staging_bytes = 0;
+  report.plan->spilled_bytes_per_micro_batch = 0;
+  EXPECT_EQ(activation_text(report), R"(
+activations of one micro-step, per rank: bf16, t = 1 tensor-parallel rank, each layer recomputed
+if nothing were recomputed:
+  ZeRO's count                                         10001 B    9.77 KiB   12hbsL e
+  Korthikanti's                                        20002 B   19.53 KiB   sbh(10 + 24/t)L
+    with sequence parallelism                          30003 B   29.30 KiB   34sbhL/t
+    and attention recomputed                           40004 B   39.07 KiB   34sbhL/t
+    without scores, masks, as forebay-gpt              50005 B   48.83 KiB   sbh e(4 + 12/t)L
+saved, 5 inputs (1 keep, 1 partition, 3 partition+spill):
+  whole                                                60006 B   58.60 KiB   sbh e each
+  partitioned (Pa)                                     70007 B   68.37 KiB   divided by t
+  planned: kept on the device                         150015 B  146.50 KiB
+  planned: pinned, on the host                             1 B         1 B
+alive while one layer is computed again:
+  Korthikanti's                                        90009 B   87.90 KiB
+  = on the device, as planned                         320032 B  312.53 KiB   planned + Korthikanti's
+ZeRO's count, with 1 layer recomputed at a time:
+  alive meanwhile                                     110011 B  107.43 KiB   12hbs e of each layer
+    with the saved inputs, whole                      170017 B  166.03 KiB
+e: bytes of an element; the bracketed terms are those of 2-byte types and of GPT-2's blocks
+note: ZeRO's count leaves out the attention's scores and the dropout masks (arXiv 1910.02054, 3.2; Korthikanti et al., arXiv 2205.05198)
+)");
+}
+
+TEST(ActivationPrint, WithoutRecomputationNothingIsSaved) {
+  ActivationReport report = printed_activations();
+  report.blocks.recompute_every = 0;
+  report.blocks.has_output = true;
+  report.plan.reset();
+  EXPECT_EQ(activation_text(report), R"(
+activations of one micro-step, per rank of pipeline stage 3 (8 layers, 3 micro-batches in flight): bf16, t = 4 tensor-parallel ranks, nothing recomputed
+kept by all layers:
+  ZeRO's count                                         10001 B    9.77 KiB   12hbsL e
+  Korthikanti's                                        20002 B   19.53 KiB
+      sbh(10 + 24/t + 5as/(ht))L
+    with sequence parallelism                          30003 B   29.30 KiB   sbh(34 + 5as/h)L/t
+    and attention recomputed                           40004 B   39.07 KiB   34sbhL/t
+    without scores, masks, as forebay-gpt              50005 B   48.83 KiB   sbh e(4 + 12/t)L
+  alive while the loss is computed                    100010 B   97.67 KiB
+      sbV(e + 8)/t: logits, fp32 copies
+  = on the device                                     340034 B  332.06 KiB
+      Korthikanti's, kept activations 3 times + loss
+wire per micro-step, received (as much is sent):
+  tensor parallelism                                  120012 B  117.20 KiB
+      4 all-reduces of sbh e a layer, 2 at the ends, each 2(t-1)/t
+  between pipeline stages, sent per micro-step            9724 B    9.50 KiB
+      sbh e forward, and as much back
+e: bytes of an element; the bracketed terms are those of 2-byte types and of GPT-2's blocks
+note: ZeRO's count leaves out the attention's scores and the dropout masks (arXiv 1910.02054, 3.2; Korthikanti et al., arXiv 2205.05198)
+)");
+  report.blocks.has_embedding = false;
+  report.blocks.has_output = false;
+  EXPECT_NE(activation_text(report).find("4 all-reduces of sbh e a layer, each 2(t-1)/t\n"),
+            std::string::npos);
+}
+
+TEST(ActivationPrint, EachFigureHasItsKeyInJson) {
+  EXPECT_EQ(Json::parse(activation_json(printed_activations()).dump()), Json::parse(R"(
+{"tensor_parallel": 4, "layers": 8, "micro_batches": 3, "recompute_every": 2,
+ "formulas": {"zero_all": 10001, "korthikanti_all": 20002, "korthikanti_sequence_parallel": 30003,
+              "korthikanti_selective": 40004, "without_scores_and_masks": 50005, "saved_count": 5,
+              "saved": 60006, "saved_partitioned": 70007, "korthikanti_kept": 80008, "korthikanti_block": 90009,
+              "loss": 100010, "zero_segment": 110011, "tensor_parallel_wire": 120012,
+              "zero_tensor_parallel_wire": 130013, "partition_wire": 14014},
+ "device": 820082,
+ "plan": {"placements": "1 keep, 1 partition, 3 partition+spill", "kept": 150015, "staging": 160016,
+          "gathered": 170017, "device": 480048, "pinned": 370037, "files": 200020,
+          "spilled_per_micro_step": 230023, "wire_received_per_micro_step": 220022,
+          "wire_sent_per_micro_step": 210021}})"));
+}
+
+// Neighbours send activations forward and gradients back.
+TEST(ActivationReport, OnlyNeighboursInThePipelineAreSentTo) {
+  ActivationReport report = printed_activations();
+  const std::uint64_t one = 11 * 13 * 17 * 2;
+  EXPECT_EQ(report.boundary_bytes(), 2 * one);
+  report.request.part.pipeline_stage = 0;
+  EXPECT_EQ(report.boundary_bytes(), one);
+  report.request.part.pipeline_stage = 5;
+  EXPECT_EQ(report.boundary_bytes(), one);
+  report.request.part = {};
+  EXPECT_EQ(report.boundary_bytes(), 0u);
+}
+
+TEST(LargestPrint, EachFigureStandsInItsRow) {
+  const std::vector<LargestFigures> figures = {
+      {.stage = 1, .layers = 0, .parameters = 0, .batch = 0},
+      {.stage = 3, .layers = 1234, .parameters = 5'678'901, .batch = 2345}};
+  const PlanBudget budget{.memory_bytes = 3u << 30};
+  EXPECT_EQ(largest_text(figures, budget, "the model"), R"(the model
+grown in layers, then in sequences, on devices of 3.00 GiB
+
+                             stage 1    stage 3
+largest model, parameters  none fits  5,678,901
+its layers                         0      1,234
+largest batch as given     none fits      2,345
+)");
+  EXPECT_EQ(Json::parse(largest_json(figures, budget)), Json::parse(R"(
+{"memory_bytes": 3221225472,
+ "stages": [{"stage": 1, "layers": 0, "parameters": 0, "batch": 0},
+            {"stage": 3, "layers": 1234, "parameters": 5678901, "batch": 2345}]})"));
+}
+
+TEST(PlanPrint, EachFigureHasItsKeyInJson) {
+  std::vector<ActivationReport> activations(3);
+  for (std::size_t i = 0; i < activations.size(); ++i) activations[i].in_flight = 3 - static_cast<int>(i);
+  const PlanBudget budget{
+      .memory_bytes = 60'000,
+      .host_ranks = 2,
+      .host_limits = {{"cgroup memory limit", "/c", 12'000}, {"free memory", "", 120'000}}};
+  Json json = Json::parse(plan_json(printed_offload(2), budget, activations));
+  json.erase("activations");
+  EXPECT_EQ(json, Json::parse(R"(
+{"accumulate": "shard",
+ "advice": "the largest pool is activations with 31.28 KiB: use a smaller --batch or --sequence, or --recompute block",
+ "bucket_bytes": 16777216,
+ "bytes_per_rank": {"activations": 32032, "buckets": 16016, "gathered": 8008, "gradients": 2002, "known": 63063,
+                    "model_states": 7007, "optimizer": 4004, "parameters": 1001, "pinned": 2015,
+                    "reserved": 65536, "total": 63063},
+ "chunk_bytes": 4096, "data_parallel": 4, "dtype": "fp16", "ema": 0.5, "exact": true,
+ "file_bytes_per_rank": {"optimizer": 701, "parameters": 802, "read_per_step": 903, "total": 1503,
+                         "written_per_step": 1004},
+ "fits": false, "formula": {"below_device": "pinned 3Psi", "model_states": "1Psi", "wire": "2Psi"}, "group": 2,
+ "host": {"limits": [{"fits": false, "limit_bytes": 12000, "name": "cgroup memory limit", "needed_bytes": 24576,
+                      "where": "/c"},
+                     {"fits": true, "limit_bytes": 120000, "name": "free memory", "needed_bytes": 24576}],
+          "ranks": 2},
+ "host_bytes_per_rank": {"gradients": 302, "optimizer": 201, "parameters": 403, "saving": 605, "staging": 504,
+                         "total": 2015},
+ "master_weights": "off",
+ "memory": {"fits": false, "limit_bytes": 60000, "name": "--memory", "needed_bytes": 65536}, "micro_steps": 5,
+ "moments": "bf16", "notes": ["a note", "another"], "offload": "optimizer+parameters", "offload_fraction": 1.0,
+ "offload_staging_bytes": 100663296, "offload_tier": "nvme", "optimizer": "lion", "parameters": 7000001,
+ "part_parameters": 3500002,
+ "pipeline": [{"activations": 320, "buckets": 160, "gathered": 80, "layers": 2, "micro_batches": 3,
+               "model_states": 70, "needed": 4096, "parameters": 1000000, "sent_per_step": 600, "stage": 0},
+              {"activations": 321, "buckets": 161, "gathered": 81, "layers": 3, "micro_batches": 2,
+               "model_states": 73, "needed": 8192, "parameters": 1000001, "sent_per_step": 601, "stage": 1},
+              {"activations": 322, "buckets": 162, "gathered": 82, "layers": 4, "micro_batches": 1,
+               "model_states": 76, "needed": 12288, "parameters": 1000002, "sent_per_step": 602, "stage": 2}],
+ "pipeline_parallel": 3, "pipeline_stage": 1, "preset": "forebay", "ranks": 24, "shard_within_group": false,
+ "stage": 2, "tensor_parallel": 2, "units_on_device": 3,
+ "wire_bytes_per_evaluation": {"received": 50002, "sent": 50001},
+ "wire_bytes_per_step": {"received": 100002, "sent": 100001}})"));
+}
+
 TEST(JudgeHost, DoesNotOverflow) {
   const PlanReport report = report_of({.parameters = std::uint64_t{1} << 52});
   const std::vector<LimitVerdict> verdicts =
@@ -452,11 +1073,36 @@ TEST(ParseParameterCount, ReadsTheUsualWaysToWriteOne) {
   EXPECT_EQ(count("0.5k"), 500u);
   EXPECT_EQ(count("124439808"), 124'439'808u);
   EXPECT_EQ(count("4503599627370496"), std::uint64_t{1} << 52);
+  EXPECT_EQ(count("1"), 1u);
+  EXPECT_EQ(count("2K"), 2000u);
+  EXPECT_EQ(count("2m"), 2'000'000u);
+  EXPECT_EQ(count("2b"), 2'000'000'000u);
+  EXPECT_EQ(count("2G"), 2'000'000'000u);
+  EXPECT_EQ(count("2t"), 2'000'000'000'000u);
+  EXPECT_EQ(count("4503.599627370496T"), std::uint64_t{1} << 52);
 }
 
 TEST(ParseParameterCount, RefusesWhatIsNone) {
-  for (const char* text : {"", "B", "0", "-3", "-3M", "1.5", "0.0001k", "1e30", "99999999999999999999", "inf",
-                           "nan", "7.5BB", "7,5B", "4503599627370497", " 7B", "0x10"}) {
+  for (const char* text : {"",
+                           "B",
+                           "0",
+                           "-3",
+                           "-3M",
+                           "1.5",
+                           "0.0001k",
+                           "1e30",
+                           "99999999999999999999",
+                           "inf",
+                           "nan",
+                           "7.5BB",
+                           "7,5B",
+                           "4503599627370497",
+                           " 7B",
+                           "0x10",
+                           "1.0001K",
+                           "5000T",
+                           "7B ",
+                           "1e9 B"}) {
     EXPECT_EQ(parse_parameter_count(text).status().code(), StatusCode::kInvalidArgument) << text;
   }
 }
