@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "runtime/command/machine/bench_tiers_print.h"
 #include "tests/support/process.h"
 #include "tests/support/unwrapped.h"
 
@@ -290,6 +291,228 @@ TEST(BenchTiersCommand, MeasuresADeviceOfTheCudaDriver) {
   // The device's memory is the budget.
   EXPECT_EQ(json.at("model").at("limits").at("device_bytes"),
             67108864 / 8 * 7);  // The driver's room is left out.
+}
+
+// No two figures are equal.
+forebay::BenchTiersReport printed_bench() {
+  using namespace forebay;
+  BenchTiersReport report;
+  report.device = "cuda:1 NVIDIA H200";
+  report.topology_source = "sysfs";
+  report.placement = {
+      .nodes = {1}, .memory_node = 1, .processors = {4, 5, 6, 7}, .cores = {4, 6}, .reason = "nearest"};
+  report.bytes = 3u << 20;
+  report.copies = {11.004e9, 12.005e9, 13.006e9};
+  report.host = {.thread_count = 6,
+                 .node_count = 2,
+                 .triad_bytes_per_second = 21.007e9,
+                 .adamw_elements_per_second = 1.5e9,
+                 .adamw_bytes_per_element = 28};
+  FileMeasurement one;
+  one.directories.push_back({.path = "/drive/a",
+                             .mount_point = "/drive",
+                             .file_system = "ext4",
+                             .kind = DirectoryKind::kDrive,
+                             .drives = {{.name = "nvme0n1", .rotational = false}},
+                             .nodes = {0, 1}});
+  one.is_direct = true;
+  one.free_bytes = 77;
+  one.store.points = {
+      {256 << 10, 1, 1.11e9, 1.22e9}, {256 << 10, 8, 1.33e9, 1.44e9}, {4 << 20, 8, 1.55e9, 1.66e9}};
+  one.store.chosen = one.store.points[1];
+  FileMeasurement two;
+  two.directories.push_back({.path = "/b", .kind = DirectoryKind::kMemory});
+  two.directories.push_back(
+      {.path = "/c", .file_system = "nfs", .kind = DirectoryKind::kNetwork, .nodes = {3}});
+  two.store.points = {{1 << 20, 2, 2.11e9, 2.22e9}};
+  two.store.chosen = two.store.points[0];
+  report.files = {one, two};
+  report.ranks = RankMeasurement{.ranks = 4,
+                                 .host_ranks = 2,
+                                 .kernel_bytes_per_second = 31.008e9,
+                                 .copy_bytes_per_second = 32.009e9,
+                                 .within_host = {33.01e9, 3.4e-6, 35e-12},
+                                 .between_hosts = {3.6e9, 37.5e-6, 38e-12},
+                                 .control_seconds = 39e-6};
+  report.ranks_link = LinkKind::kGloo;
+  BenchedModel model;
+  model.description = "the model";
+  model.parameters = 7'000'001;
+  model.options.dtype = DataType::kFloat16;
+  model.options.stage = 2;
+  model.options.ranks = 8;
+  model.options.micro_steps = 5;
+  model.limits = {
+      .device_bytes = 41u << 20, .host_bytes = 42u << 20, .file_bytes = 43u << 20, .host_ranks = 4};
+  model.choice.estimates.push_back(
+      {.device_bytes = 50u << 20, .fits = false, .lacks = "9 MiB of device memory"});
+  model.choice.estimates.push_back({.offload = Offload::kOptimizer,
+                                    .tier = Tier::kFile,
+                                    .device_bytes = 51u << 20,
+                                    .host_bytes = 52u << 20,
+                                    .file_bytes = 53u << 20,
+                                    .fits = true,
+                                    .down_seconds = 0.0999,
+                                    .up_seconds = 0.1,
+                                    .both_seconds = 0.055,
+                                    .adamw_seconds = 1.25,
+                                    .file_seconds = 2.5,
+                                    .added_seconds = 2.75,
+                                    .bound_by = "files"});
+  model.choice.chosen = 1;
+  model.choice.reason = "the reason";
+  report.model = model;
+  return report;
+}
+
+TEST(BenchTiersPrint, EachFigureStandsInItsPlace) {
+  const std::string text = forebay::bench_tiers_text(printed_bench());
+  EXPECT_EQ(text.substr(0, text.find("  how times are estimated:")),
+            R"(device cuda:1 NVIDIA H200; topology by sysfs: nearest
+  threads on processors 4-7, pinned memory on NUMA node 1
+
+copies of 3.00 MiB (by the device's copy engines)
+  to the device       11.00 GB/s
+  from the device     12.01 GB/s
+  both at once        13.01 GB/s together
+
+host memory: 6 threads on 2 NUMA nodes
+  triad               21.01 GB/s  (a = b + s * c in fp64, 24 bytes an element)
+  AdamW               42.00 GB/s  (1500 million elements/s, 28 bytes each)
+
+files in /drive/a
+  /drive/a: ext4 on nvme0n1 (flash), NUMA nodes 0-1
+  past the page cache (O_DIRECT)
+  block        depth        read       write
+  256.00 KiB       1   1.11 GB/s   1.22 GB/s
+  256.00 KiB       8   1.33 GB/s   1.44 GB/s  chosen
+  4.00 MiB         8   1.55 GB/s   1.66 GB/s
+
+files in /b + /c
+  /b: unknown file system in memory
+  /c: nfs on another host, NUMA node 3
+  files there are memory: rates are those of copies
+  block        depth        read       write
+  1.00 MiB         2   2.11 GB/s   2.22 GB/s  chosen
+
+4 ranks at the same time, 2 on each host; for each
+  AdamW               31.01 GB/s  (one thread)
+  copies              32.01 GB/s
+  in a host, tcp         33 GB/s  (collectives; latency 3.4 us)
+  between hosts         3.6 GB/s  (collectives; latency 37.5 us)
+
+model: the model
+  7000001 parameters, fp16, stage 2, 8 ranks, 4 on this host
+  budgets: 41.00 MiB of device memory a rank; on this host 42.00 MiB of memory and 43.00 MiB of files
+  per rank              device       host      files      down       up      both    AdamW    files
+  none               50.00 MiB        0 B        0 B         0        0         0        0        0
+* optimizer on nvme  51.00 MiB  52.00 MiB  53.00 MiB  99.90 ms  0.100 s  55.00 ms  1.250 s  2.500 s
+
+  per rank             added  fits
+  none                     0    no
+* optimizer on nvme  2.750 s   yes
+  chosen: optimizer on nvme. the reason
+  options: --offload optimizer --offload-tier nvme:DIR; --offload-fraction auto measures in the run itself and offloads the fastest fraction
+  activations are an estimate of a usual transformer's ('forebay plan' tells which); a trainer's may differ
+)");
+  for (const std::string& line : forebay::offload_formulas())
+    EXPECT_NE(text.find("\n    " + line + "\n"), std::string::npos) << text;
+}
+
+TEST(BenchTiersPrint, PlacesThatAreNotKnownAreCalledThat) {
+  forebay::BenchTiersReport report = printed_bench();
+  report.device_in_host = true;
+  report.placement.memory_node = -1;
+  report.host.node_count = 1;
+  report.files.erase(report.files.begin());
+  report.files[0].directories.resize(1);
+  report.files[0].directories[0].kind = forebay::DirectoryKind::kDrive;
+  report.files[0].directories[0].drives = {{.name = "sda", .rotational = true}};
+  report.ranks->ranks = report.ranks->host_ranks = 1;
+  report.ranks->within_host = report.ranks->between_hosts = {};
+  report.model.reset();
+  EXPECT_EQ(forebay::bench_tiers_text(report), R"(device cuda:1 NVIDIA H200; topology by sysfs: nearest
+  threads on processors 4-7, pinned memory anywhere
+
+copies of 3.00 MiB (the device is ordinary memory of this host: every copy is a memcpy by a thread)
+  to the device       11.00 GB/s
+  from the device     12.01 GB/s
+  both at once        13.01 GB/s together
+
+host memory: 6 threads on 1 NUMA node
+  triad               21.01 GB/s  (a = b + s * c in fp64, 24 bytes an element)
+  AdamW               42.00 GB/s  (1500 million elements/s, 28 bytes each)
+
+files in /b
+  /b: unknown file system on sda (rotational, according to the kernel)
+  through the page cache: the file system has no O_DIRECT, so rates may be those of memory
+  block        depth        read       write
+  1.00 MiB         2   2.11 GB/s   2.22 GB/s  chosen
+
+1 rank; for each
+  AdamW               31.01 GB/s  (one thread)
+  copies              32.01 GB/s
+)");
+}
+
+TEST(BenchTiersPrint, EachFigureHasItsKeyInJson) {
+  Json json = Json::parse(forebay::bench_tiers_json(printed_bench()));
+  json.at("model").erase("formulas");
+  EXPECT_EQ(json, Json::parse(R"(
+{"bytes": 3145728,
+ "copies": {"both_bytes_per_second": 13006000000.0, "from_device_bytes_per_second": 12005000000.0,
+            "how": "by the device's copy engines", "to_device_bytes_per_second": 11004000000.0},
+ "device": "cuda:1 NVIDIA H200", "device_in_host": false,
+ "files": [{"chosen": {"block_bytes": 262144, "depth": 8, "read_bytes_per_second": 1330000000.0,
+                       "write_bytes_per_second": 1440000000.0},
+            "direct": true,
+            "directories": [{"drives": "nvme0n1", "file_system": "ext4", "kind": "drive",
+                             "mount_point": "/drive", "numa_nodes": [0, 1], "path": "/drive/a",
+                             "rotational": false}],
+            "free_bytes": 77,
+            "points": [{"block_bytes": 262144, "depth": 1, "read_bytes_per_second": 1110000000.0,
+                        "write_bytes_per_second": 1220000000.0},
+                       {"block_bytes": 262144, "depth": 8, "read_bytes_per_second": 1330000000.0,
+                        "write_bytes_per_second": 1440000000.0},
+                       {"block_bytes": 4194304, "depth": 8, "read_bytes_per_second": 1550000000.0,
+                        "write_bytes_per_second": 1660000000.0}]},
+           {"chosen": {"block_bytes": 1048576, "depth": 2, "read_bytes_per_second": 2110000000.0,
+                       "write_bytes_per_second": 2220000000.0},
+            "direct": false,
+            "directories": [{"drives": null, "file_system": null, "kind": "memory", "mount_point": null,
+                             "numa_nodes": [], "path": "/b", "rotational": null},
+                            {"drives": null, "file_system": "nfs", "kind": "network", "mount_point": null,
+                             "numa_nodes": [3], "path": "/c", "rotational": null}],
+            "free_bytes": 0,
+            "points": [{"block_bytes": 1048576, "depth": 2, "read_bytes_per_second": 2110000000.0,
+                        "write_bytes_per_second": 2220000000.0}]}],
+ "host": {"adamw_bytes_per_element": 28, "adamw_elements_per_second": 1500000000.0, "numa_nodes": 2,
+          "threads": 6, "triad_bytes_per_second": 21007000000.0},
+ "model": {"chosen": {"adamw_seconds": 1.25, "added_seconds": 2.75, "both_seconds": 0.055, "bound_by": "files",
+                      "device_bytes": 53477376, "down_seconds": 0.0999, "file_bytes": 55574528,
+                      "file_seconds": 2.5, "fits": true, "host_bytes": 54525952, "lacks": null,
+                      "offload": "optimizer", "offload_tier": "nvme", "up_seconds": 0.1},
+           "description": "the model", "dtype": "fp16",
+           "limits": {"device_bytes": 42991616, "file_bytes": 45088768, "host_bytes": 44040192, "host_ranks": 4},
+           "micro_steps": 5, "parameters": 7000001, "ranks": 8, "reason": "the reason",
+           "settings": [{"adamw_seconds": 0.0, "added_seconds": 0.0, "both_seconds": 0.0, "bound_by": null,
+                         "device_bytes": 52428800, "down_seconds": 0.0, "file_bytes": 0, "file_seconds": 0.0,
+                         "fits": false, "host_bytes": 0, "lacks": "9 MiB of device memory", "offload": "none",
+                         "offload_tier": null, "up_seconds": 0.0},
+                        {"adamw_seconds": 1.25, "added_seconds": 2.75, "both_seconds": 0.055,
+                         "bound_by": "files", "device_bytes": 53477376, "down_seconds": 0.0999,
+                         "file_bytes": 55574528, "file_seconds": 2.5, "fits": true, "host_bytes": 54525952,
+                         "lacks": null, "offload": "optimizer", "offload_tier": "nvme", "up_seconds": 0.1}],
+           "stage": 2},
+ "placement": {"cores": "4,6", "memory_node": 1, "nodes": [1], "processors": "4-7", "reason": "nearest"},
+ "ranks": {"adamw_bytes_per_second": 31008000000.0,
+           "between_hosts": {"bytes_per_second": 3600000000.0, "latency_seconds": 3.75e-05,
+                             "processor_seconds_per_byte": 3.8e-11},
+           "control_seconds": 3.9e-05, "copy_bytes_per_second": 32009000000.0, "host_ranks": 2, "link": "tcp",
+           "ranks": 4,
+           "within_host": {"bytes_per_second": 33010000000.0, "latency_seconds": 3.4e-06,
+                           "processor_seconds_per_byte": 3.5e-11}},
+ "topology": "sysfs"})"));
 }
 
 struct BadInput {
