@@ -8,7 +8,10 @@
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <utility>
+#include <vector>
 
+#include "runtime/command/simulate/simulation_print.h"
 #include "tests/support/process.h"
 #include "tests/support/temporary_directory.h"
 
@@ -87,6 +90,117 @@ TEST(SimulateCommand, AnswersBadInput) {
     EXPECT_EQ(finished.exit_code, one.exit_code) << finished.output;
     EXPECT_NE(finished.output.find(one.answer), std::string::npos) << one.answer << "\n" << finished.output;
   }
+}
+
+// No two figures are equal.
+std::pair<SimulationRequest, SimulationResult> printed_simulation() {
+  SimulationRequest request;
+  request.ranks = 12;
+  request.part = {.tensor_parallel = 2, .pipeline_parallel = 3};
+  request.cluster.name = "a cluster";
+  request.cluster.device.name = "a device";
+  request.cluster.links = {{.name = "inner"}, {.name = "outer"}};
+  SimulationResult result;
+  result.step_seconds = 2;
+  result.tokens_per_step = 40'003;
+  result.model_flops = 3.1e14;
+  result.hardware_flops = 4.2e14;
+  result.peak_flops = 9.9e14;
+  result.times = {
+      {"forward", false, 0.6}, {"gathers", true, 0.0004}, {"backward", false, 1.3}, {"sums", true, 0.0996}};
+  result.parameters = 7'000'001;
+  result.pipeline_stage = 1;
+  result.statistics.peak = {11 << 20, 12 << 20, 13 << 20, 14 << 20, 15 << 20, 16 << 20};
+  result.statistics.peak_reserved_bytes = 90 << 20;
+  result.statistics.host_bytes = 21 << 20;
+  result.statistics.file_bytes = 22 << 20;
+  result.sent_bytes_per_step = 23;
+  result.device_bytes = 100 << 20;
+  result.host_memory_bytes = 24 << 20;
+  result.compute_busy = 0.25;
+  result.bus_busy = 0.5;
+  result.host_busy = 0.75;
+  result.link_busy = {0.125, 0.375};
+  return {request, result};
+}
+
+TEST(SimulationPrint, EachFigureStandsBehindItsName) {
+  const auto [request, result] = printed_simulation();
+  const std::vector<SimulatedChange> changes = {{"one", 1.0}, {"two", 1.5}, {"three", 1.98}, {"four", 1.98}};
+  EXPECT_EQ(simulation_text(request, result, changes, "the model"), R"(the model
+12 ranks of a cluster, a device, simulated: figures are the description's, the schedule is the engine's
+
+  step                    2.000 s
+  tokens/s                20002, 1667 for each device
+  model FLOPs utilisation 15.7 %
+  TFLOP/s of a device     210.0, recomputation included, of 990
+
+time of a step, in pipeline stage 1, which needs most memory
+  forward                 600.00 ms    30.0 %
+  backward                1.300 s      65.0 %
+  gathers                 400 us        0.0 %   exposed
+  sums                    99.60 ms      5.0 %   exposed
+  most time               backward
+  would help              one: 1.000 s, 50.0 % less
+                          two: 1.500 s, 25.0 % less
+                          three: 1.980 s, 1.0 % less
+
+memory of a device
+  parameters              11.00 MiB
+  gradients               12.00 MiB
+  optimizer               13.00 MiB
+  gathered                14.00 MiB
+  buckets                 15.00 MiB
+  activations             16.00 MiB
+  = in chunks             90.00 MiB of 100.00 MiB, 10.00 MiB to spare
+  pinned, on the host     21.00 MiB of the rank's share of 24.00 MiB
+  in files                22.00 MiB
+)");
+}
+
+TEST(SimulationPrint, OnlyChangesOfAHundredthAreShown) {
+  auto [request, result] = printed_simulation();
+  const auto text = [&, &result = result, &request = request](const std::vector<SimulatedChange>& changes) {
+    return simulation_text(request, result, changes, "the model");
+  };
+  EXPECT_NE(
+      text({{"one", 1.9799}, {"two", 1.9801}}).find("would help              one: 1.980 s, 1.0 % less\n\n"),
+      std::string::npos)
+      << text({{"one", 1.9799}, {"two", 1.9801}});
+  EXPECT_NE(text({{"one", 1.9801}}).find("would help              nothing by more than 1 %\n"),
+            std::string::npos);
+  EXPECT_EQ(text({}).find("would help"), std::string::npos);
+  request.part = {};
+  request.ranks = 1;
+  result.statistics.host_bytes = result.statistics.file_bytes = 0;
+  result.statistics.peak_reserved_bytes = 101 << 20;
+  result.tokens_per_step = 2'500'000;
+  const std::string plain = text({});
+  for (const char* const part : {"1 rank of a cluster, a device, simulated", "\ntime of a step\n",
+                                 "101.00 MiB of 100.00 MiB, 0 B to spare\n",
+                                 "tokens/s                1.25 M, 1.25 M for each device\n"})
+    EXPECT_NE(plain.find(part), std::string::npos) << part << "\n" << plain;
+  for (const char* const part : {"pinned", "in files", "pipeline stage"})
+    EXPECT_EQ(plain.find(part), std::string::npos) << part << "\n" << plain;
+}
+
+TEST(SimulationPrint, EachFigureHasItsKeyInJson) {
+  const auto [request, result] = printed_simulation();
+  EXPECT_EQ(Json::parse(simulation_json(request, result, {{"one", 1.5}})), Json::parse(R"(
+{"cluster": "a cluster", "device": "a device", "ranks": 12, "tensor_parallel": 2, "pipeline_parallel": 3,
+ "pipeline_stage": 1, "parameters": 7000001, "step_seconds": 2.0, "tokens_per_step": 40003,
+ "tokens_per_second": 20001.5, "tokens_per_second_and_device": 1666.7916666666667,
+ "model_flops_utilisation": 0.15656565656565657, "tflops_per_device": 210.0,
+ "seconds": [{"cause": "forward", "exposed": false, "seconds": 0.6},
+             {"cause": "gathers", "exposed": true, "seconds": 0.0004},
+             {"cause": "backward", "exposed": false, "seconds": 1.3},
+             {"cause": "sums", "exposed": true, "seconds": 0.0996}],
+ "bottleneck": "backward", "changes": [{"change": "one", "step_seconds": 1.5}],
+ "memory": {"parameters": 11534336, "gradients": 12582912, "optimizer": 13631488, "gathered": 14680064,
+            "buckets": 15728640, "activations": 16777216, "reserved": 94371840, "device": 104857600,
+            "host": 22020096, "host_share": 25165824, "files": 23068672},
+ "sent_bytes_per_step": 23,
+ "busy": {"compute": 0.25, "bus": 0.5, "host_memory": 0.75, "link inner": 0.125, "link outer": 0.375}})"));
 }
 
 TEST(CompareCommand, RefusesPricesThatAreNoNumbers) {
