@@ -232,8 +232,12 @@ std::int32_t forebay_arena_snapshot(forebay_arena* arena, const char* path) {
                                             "; give a path in a directory that may be written");
     }
     const Status status = write_memory_snapshot(snapshot, file);
-    ::close(file);
+    const bool is_closed = ::close(file) == 0;
     throw_if_error(status);
+    if (!is_closed) {
+      throw Error(StatusCode::kIoError, std::string("cannot write ") + path + ": " + std::strerror(errno) +
+                                            "; give a path on a file system that works and has room");
+    }
   });
 }
 

@@ -1,13 +1,32 @@
 // The engine over the C interface: values, steps, state, plans.
 
 #include <gtest/gtest.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
+#include <cerrno>
 #include <cmath>
 #include <filesystem>
 #include <nlohmann/json.hpp>
 #include <vector>
 
+#include "runtime/api/report.h"
 #include "tests/api/fixture.h"
+
+namespace {
+
+// The number of the next close() of this thread that fails, or 0. It closes all the same.
+thread_local int failing_close = 0;
+
+}  // namespace
+
+// In place of the C library's, for the library too.
+extern "C" int close(int file) {
+  const auto result = static_cast<int>(::syscall(SYS_close, file));
+  if (failing_close == 0 || --failing_close > 0) return result;
+  errno = EIO;
+  return -1;
+}
 
 namespace forebay::api {
 namespace {
@@ -90,6 +109,100 @@ TEST(CApiEngine, StepsByTheValuesThatWereSet) {
   EXPECT_EQ(forebay_hyperparameter(one.engine, 0, "weightdecay", 0.1), FOREBAY_INVALID_ARGUMENT);
   EXPECT_NE(last_error().find("did you mean weight-decay?"), std::string::npos) << last_error();
   EXPECT_EQ(forebay_hyperparameter(one.engine, 2, "lr", 0.1), FOREBAY_INVALID_ARGUMENT);
+}
+
+// Two steps of AdamW, as its definition has them, with values that differ between the groups.
+TEST(CApiEngine, EachValueOfAGroupHasItsPlaceInTheUpdate) {
+  struct Group {
+    double lr, weight_decay, beta1, beta2, epsilon;
+  };
+  const Group groups[] = {{0.5, 0.1, 0.5, 0.25, 1}, {0.25, 0.2, 0.75, 0.125, 2}};
+  const double gradients[] = {1, 3};
+  One one;
+  one.commit();
+  const std::vector<float> ones(256, 1);
+  ASSERT_OK(forebay_engine_set(one.engine, one.first, 0, FOREBAY_FP32, ones.data(), 0, 256));
+  ASSERT_OK(forebay_engine_set(one.engine, one.second, 0, FOREBAY_FP32, ones.data(), 0, 32));
+  for (int g = 0; g < 2; ++g) {
+    ASSERT_OK(forebay_hyperparameter(one.engine, g, "lr", groups[g].lr));
+    ASSERT_OK(forebay_hyperparameter(one.engine, g, "weight-decay", groups[g].weight_decay));
+    ASSERT_OK(forebay_hyperparameter(one.engine, g, "beta1", groups[g].beta1));
+    ASSERT_OK(forebay_hyperparameter(one.engine, g, "beta2", groups[g].beta2));
+    ASSERT_OK(forebay_hyperparameter(one.engine, g, "epsilon", groups[g].epsilon));
+  }
+  // The second gradient is clipped to a norm of 24, and so its elements to 24 / sqrt(288).
+  ASSERT_OK(forebay_hyperparameter(one.engine, FOREBAY_WHOLE_STEP, "clip", 24));
+  for (const double gradient : gradients) one.step(static_cast<float>(gradient));
+
+  for (int g = 0; g < 2; ++g) {
+    const Group& group = groups[g];
+    double w = 1, m = 0, v = 0;
+    for (int step = 1; step <= 2; ++step) {
+      const double gradient = std::min(gradients[step - 1], 24 / std::sqrt(288.0));
+      m = group.beta1 * m + (1 - group.beta1) * gradient;
+      v = group.beta2 * v + (1 - group.beta2) * gradient * gradient;
+      const double m_hat = m / (1 - std::pow(group.beta1, step));
+      const double v_hat = v / (1 - std::pow(group.beta2, step));
+      w -= group.lr * (m_hat / (std::sqrt(v_hat) + group.epsilon) + group.weight_decay * w);
+    }
+    float found = 0;
+    ASSERT_OK(forebay_engine_get(one.engine, g == 0 ? one.first : one.second, 0, FOREBAY_FP32, &found, 0, 1));
+    EXPECT_NEAR(found, w, 1e-5) << "group " << g;
+  }
+}
+
+TEST(CApiEngine, AnOverflowIsASkippedStep) {
+  One one(c::Options{{"dtype", "fp16"}, {"loss-scale", "8"}, {"find-non-finite", "off"}});
+  one.describe();
+  ASSERT_OK(forebay_engine_commit(one.engine));
+  c::call(forebay_step_begin, one.engine);
+  c::call(forebay_micro_step_begin, one.engine, 0);
+  for (const std::int32_t unit : {one.first, one.second})
+    c::Lease(one.engine, unit, c::Pass::kForward, nullptr);
+  for (const std::int32_t unit : {one.second, one.first}) {
+    const c::Lease lease(one.engine, unit, c::Pass::kBackward, nullptr);
+    c::call(forebay_stream_synchronize, one.device, nullptr);
+    std::uint16_t* const gradient = lease.gradient<std::uint16_t>(0).address;
+    for (int i = 0; i < (unit == one.first ? 256 : 32); ++i) gradient[i] = 0x7C00;  // Infinite.
+  }
+  const forebay_step_result result = c::step(one.engine);
+  EXPECT_EQ(result.skipped, 1);
+  EXPECT_TRUE(std::isnan(result.grad_norm));
+  EXPECT_EQ(result.loss_scale, 8.0);
+  EXPECT_EQ(c::get<double>(forebay_loss_scale, one.engine), 4.0);
+  EXPECT_EQ(c::get<std::uint64_t>(forebay_engine_number, one.engine, "attempted_steps"), 1u);
+  EXPECT_EQ(c::get<std::uint64_t>(forebay_engine_number, one.engine, "applied_steps"), 0u);
+}
+
+TEST(CApiEngine, TheStatisticsHoldThePlannedBytes) {
+  One one(c::Options{{"stage", "3"}, {"offload", "optimizer"}});
+  one.commit();
+  one.step(1);
+  const auto report = nlohmann::json::parse(c::get<const char*>(forebay_engine_report, one.engine));
+  const auto& statistics = report["statistics"];
+  const auto& plan = report["plan"];
+  EXPECT_EQ(statistics["planned"], plan["bytes"]);
+  EXPECT_EQ(statistics["peak"], plan["bytes"]);
+  EXPECT_EQ(statistics["planned_host_bytes"], plan["host"]["total"]);
+  EXPECT_GE(statistics["host_bytes"], plan["host"]["total"]);
+  EXPECT_EQ(statistics["planned_file_bytes"], 0);
+  EXPECT_EQ(statistics["planned_reserved_bytes"], plan["reserved_bytes"]);
+  EXPECT_EQ(statistics["planned_wire_per_step"], plan["wire_per_step"]);
+  EXPECT_EQ(statistics["attempted_steps"], 1);
+  EXPECT_GT(statistics["gather_count"], 0);
+  EXPECT_NE(statistics["host_placement"], "");
+}
+
+TEST(CApiEngine, APlanIsInChunksOfTheGranularity) {
+  const auto reserved = [](const char* granularity) {
+    const auto plan = c::make<c::Engine>(forebay_engine_plan, c::Options{{"granularity", granularity}});
+    const auto unit = c::get<std::int32_t>(forebay_engine_add_unit, plan, "unit", 0);
+    c::get<std::int32_t>(forebay_engine_add_parameter, plan, unit, "w", 1000, 0, 0);
+    return c::get<std::uint64_t>(forebay_engine_number, plan, "plan.reserved_bytes");
+  };
+  EXPECT_EQ(reserved("0") % (2 << 20), 0u);
+  EXPECT_LT(reserved("64KiB"), std::uint64_t{2} << 20);
+  EXPECT_EQ(reserved("64KiB") % (64 << 10), 0u);
 }
 
 TEST(CApiEngine, WritesAsMuchOfAResultAsTheCallerKnows) {
@@ -333,6 +446,182 @@ TEST(CApiMemory, ASnapshotThatCannotBeWrittenIsAFailure) {
 
   EXPECT_EQ(forebay_arena_snapshot(arena, "/dev/full"), FOREBAY_IO_ERROR);
   EXPECT_NE(last_error().find("No space left"), std::string::npos) << last_error();
+}
+
+// A file system over a network may report at the close that it lost the bytes.
+TEST(CApiMemory, ASnapshotThatCannotBeClosedIsAnError) {
+  One one;
+  const auto arena = c::make<c::Arena>(forebay_arena_create, one.device, nullptr);
+  const std::string path =
+      std::filesystem::temp_directory_path() / ("capi_snapshot." + std::to_string(getpid()));
+
+  failing_close = 1;
+  EXPECT_EQ(forebay_arena_snapshot(arena, path.c_str()), FOREBAY_IO_ERROR);
+  EXPECT_EQ(failing_close, 0);
+  EXPECT_EQ(last_error(), "cannot write " + path +
+                              ": Input/output error; give a path on a file system that works and has room");
+  EXPECT_OK(forebay_arena_snapshot(arena, path.c_str()));
+  std::filesystem::remove(path);
+}
+
+// No two figures are equal.
+TEST(CApiReports, EachFigureHasItsKey) {
+  EXPECT_EQ(json_of(PoolBytes{1, 2, 4, 8, 16, 32}).dump(),
+            R"({"parameters":1,"gradients":2,"optimizer":4,"gathered":8,"buckets":16,"activations":32,)"
+            R"("model_states":7,"total":63})");
+  EXPECT_EQ(json_of(WireBytes{.sent = 1, .received = 2}).dump(), R"({"sent":1,"received":2})");
+  EXPECT_EQ(json_of(Traffic{.sent_bytes = 1, .received_bytes = 2}).dump(), R"({"sent":1,"received":2})");
+
+  ModelShape model;
+  model.activation_bytes = 3;
+  model.units.push_back({.name = "a",
+                         .parameters = {{.name = "w", .count = 5, .group = 6, .frozen = true},
+                                        {.name = "v", .count = 7, .replicated = true}},
+                         .backward_reads_parameters = false});
+  model.units.push_back(
+      {.name = "b", .parameters = {{.name = "u", .count = 11}}, .tied = {{.unit = 0, .index = 1}}});
+  EXPECT_EQ(json_of(model), Json::parse(R"(
+{"parameters": 23, "activation_bytes": 3,
+ "units": [{"name": "a", "backward_reads_parameters": false,
+            "parameters": [{"name": "w", "count": 5, "group": 6, "frozen": true, "replicated": false},
+                           {"name": "v", "count": 7, "group": 0, "frozen": false, "replicated": true}],
+            "tied": []},
+           {"name": "b", "backward_reads_parameters": true,
+            "parameters": [{"name": "u", "count": 11, "group": 0, "frozen": false, "replicated": false}],
+            "tied": [{"unit": 0, "index": 1}]}]})"));
+
+  Plan plan;
+  plan.options.ranks = 21;
+  plan.bytes = {1, 2, 4, 8, 16, 32};
+  plan.reserved_bytes = 22;
+  plan.host_bytes = {.optimizer = 101, .gradients = 202, .parameters = 404, .staging = 808, .saving = 1616};
+  plan.file_bytes = {.optimizer = 31, .parameters = 32, .read_per_step = 33, .written_per_step = 34};
+  plan.wire_per_step = {.sent = 41, .received = 42};
+  plan.device_units = 43;
+  plan.slots.slot_bytes = {44, 45};
+  EXPECT_EQ(json_of(plan), Json::parse(R"(
+{"ranks": 21,
+ "bytes": {"parameters": 1, "gradients": 2, "optimizer": 4, "gathered": 8, "buckets": 16, "activations": 32,
+           "model_states": 7, "total": 63},
+ "reserved_bytes": 22,
+ "host": {"optimizer": 101, "gradients": 202, "parameters": 404, "staging": 808, "saving": 1616, "total": 3131},
+ "files": {"optimizer": 31, "parameters": 32, "total": 63, "read_per_step": 33, "written_per_step": 34},
+ "wire_per_step": {"sent": 41, "received": 42}, "device_units": 43, "slot_bytes": [44, 45]})"));
+
+  ActivationPlan activations;
+  activations.slots = {{.unit = 51, .slot = 52, .bytes = 53, .placement = ActivationPlacement::kPartition}};
+  activations.places = {{.ways = 2, .slice_bytes = 54, .spilled_bytes = 55, .kept_bytes = 56}};
+  activations.look_ahead = 57;
+  activations.kept_bytes = 61;
+  activations.staging_bytes = 62;
+  activations.gathered_bytes = 64;
+  activations.reserved_bytes = 65;
+  activations.host_spilled_bytes = 71;
+  activations.host_staging_bytes = 72;
+  activations.file_bytes = 73;
+  activations.wire_per_micro_batch = {.sent = 81, .received = 82};
+  activations.spilled_bytes_per_micro_batch = 83;
+  EXPECT_EQ(json_of(activations), Json::parse(R"(
+{"device_bytes": 187, "reserved_bytes": 65, "host_bytes": 143, "file_bytes": 73, "look_ahead": 57,
+ "wire_per_micro_batch": {"sent": 81, "received": 82}, "spilled_bytes_per_micro_batch": 83,
+ "slots": [{"unit": 51, "slot": 52, "bytes": 53, "placement": "partition", "kept_bytes": 56, "spilled_bytes": 55}]})"));
+}
+
+TEST(CApiReports, NumbersAreFoundByTheirPathAlone) {
+  const Json json = {{"a", {{"b", 3}, {"text", "x"}, {"half", 0.5}}}, {"c", -1}, {"d", {1, 2}}};
+  EXPECT_EQ(number_at(json, "a.b"), 3u);
+  EXPECT_EQ(number_at(json, "c"), ~std::uint64_t{0});
+  for (const char* const path : {"a", "b", "a.text", "a.half", "d", "a.b.c", ""})
+    EXPECT_ANY_THROW(static_cast<void>(number_at(json, path))) << path;
+}
+
+TEST(CApiMemory, ReportsCountWhatIsAndWhatWas) {
+  const One one;
+  const auto arena =
+      c::make<c::Arena>(forebay_arena_create, one.device, c::Options{{"arena-limit", "64MiB"}});
+  const auto limited = c::get<std::int32_t>(forebay_arena_tag_create, arena, "limited", 4096, 0);
+  const auto small = c::get<void*>(forebay_arena_allocate, arena, 1000, nullptr, limited, 0);
+  const auto large = c::get<void*>(forebay_arena_allocate, arena, 3 << 20, nullptr, 0, FOREBAY_FIXED);
+  void* block = nullptr;
+  EXPECT_EQ(forebay_arena_allocate(arena, 4096, nullptr, limited, 0, &block), FOREBAY_OUT_OF_MEMORY);
+  ASSERT_OK(forebay_arena_free(arena, large, nullptr));
+  const auto number = [&](const char* name) {
+    return c::get<std::uint64_t>(forebay_arena_number, arena, name);
+  };
+  EXPECT_EQ(number("requested_bytes"), 1000u);
+  EXPECT_EQ(number("peak_requested_bytes"), 1000u + (3 << 20));
+  EXPECT_EQ(number("live_bytes"), c::get<std::uint64_t>(forebay_arena_block_bytes, arena, small));
+  EXPECT_GE(number("peak_live_bytes"), number("live_bytes") + (3 << 20));
+  EXPECT_EQ(number("allocation_count"), 2u);
+  EXPECT_EQ(number("tags.limited.allocation_count"), 1u);
+  const std::uint64_t peak_reserved = number("peak_reserved_bytes");
+  // The first trim may only ask the stream whether it has come past the block.
+  c::get<std::uint64_t>(forebay_arena_trim, arena);
+  ASSERT_OK(forebay_stream_synchronize(one.device, nullptr));
+  c::get<std::uint64_t>(forebay_arena_trim, arena);
+  EXPECT_LT(number("reserved_bytes"), peak_reserved);
+  EXPECT_EQ(number("peak_reserved_bytes"), peak_reserved);
+  ASSERT_OK(forebay_arena_reset_peaks(arena));
+  EXPECT_EQ(number("peak_requested_bytes"), 1000u);
+
+  const auto pool =
+      c::make<c::PinnedPool>(forebay_pinned_pool_create, one.device, c::Options{{"pinned-slab", "1MiB"}});
+  auto* const first = c::get<void*>(forebay_pinned_pool_allocate, pool, 5000);
+  auto* const second = c::get<void*>(forebay_pinned_pool_allocate, pool, 4 << 20);
+  ASSERT_OK(forebay_pinned_pool_free(pool, second, FOREBAY_NO_STREAM));
+  const auto pinned = [&](const char* name) {
+    return c::get<std::uint64_t>(forebay_pinned_pool_number, pool, name);
+  };
+  EXPECT_EQ(pinned("requested_bytes"), 5000u);
+  EXPECT_EQ(pinned("peak_requested_bytes"), 5000u + (4 << 20));
+  EXPECT_EQ(pinned("live_bytes"), c::get<std::uint64_t>(forebay_pinned_pool_block_bytes, pool, first));
+  EXPECT_EQ(pinned("pending_bytes"), 0u);
+  EXPECT_EQ(pinned("allocation_count"), 2u);
+  const std::uint64_t held = pinned("held_bytes");
+  const auto released = c::get<std::uint64_t>(forebay_pinned_pool_trim, pool);
+  EXPECT_EQ(released, 4u << 20);
+  EXPECT_EQ(pinned("held_bytes"), held - released);
+  EXPECT_EQ(pinned("peak_held_bytes"), held);
+}
+
+TEST(CApiDevice, NamesThatAreNoneAreRefused) {
+  for (const std::string name : {"", "cuda:", "cuda:x", "cuda:-1", "cuda:1x", "cudas", "gpu", "host "}) {
+    forebay_device* device = nullptr;
+    EXPECT_EQ(forebay_device_open(name.c_str(), nullptr, &device), FOREBAY_INVALID_ARGUMENT) << name;
+    EXPECT_EQ(last_error(),
+              "forebay_device_open: there is no device \"" + name + "\"; use host, cuda, cuda:N or model");
+  }
+}
+
+TEST(CApiDevice, FillsWithAnyByte) {
+  const One one;
+  const auto arena = c::make<c::Arena>(forebay_arena_create, one.device, nullptr);
+  auto* const block =
+      static_cast<unsigned char*>(c::get<void*>(forebay_arena_allocate, arena, 8, nullptr, 0, 0));
+  ASSERT_OK(forebay_fill(one.device, block, 255, 8, nullptr));
+  ASSERT_OK(forebay_stream_synchronize(one.device, nullptr));
+  EXPECT_EQ(block[7], 255);
+  for (const std::int32_t value : {-1, 256}) {
+    EXPECT_EQ(forebay_fill(one.device, block, value, 8, nullptr), FOREBAY_INVALID_ARGUMENT);
+    EXPECT_EQ(last_error(), "forebay_fill: value is " + std::to_string(value) + "; use 0 to 255");
+  }
+  EXPECT_STREQ(forebay_code_name(FOREBAY_INTERNAL), "FOREBAY_INTERNAL");
+  EXPECT_STREQ(forebay_code_name(FOREBAY_PEER_LOST), "FOREBAY_PEER_LOST");
+  EXPECT_STREQ(forebay_code_name(FOREBAY_INTERNAL + 1), "FOREBAY_UNKNOWN");
+  EXPECT_STREQ(forebay_code_name(-1), "FOREBAY_UNKNOWN");
+}
+
+TEST(CApiDevice, ReportsItsMemoryAndTheFreePartOfIt) {
+  const auto device =
+      c::make<c::Device>(forebay_device_open, "model", c::Options{{"device-memory", "64MiB"}});
+  const auto arena = c::make<c::Arena>(forebay_arena_create, device, nullptr);
+  c::get<void*>(forebay_arena_allocate, arena, 10 << 20, nullptr, 0, FOREBAY_PERSISTENT);
+  const auto report = nlohmann::json::parse(c::get<const char*>(forebay_device_report, device));
+  EXPECT_EQ(report["kind"], "model");
+  EXPECT_EQ(report["memory_bytes"], 64 << 20);
+  EXPECT_EQ(report["granularity"], 2 << 20);
+  EXPECT_LE(report["free_bytes"], 54 << 20);
+  EXPECT_GE(report["free_bytes"], 0);
 }
 
 TEST(CApiMemory, ArenaPoolAndStoreKeepTheirBytes) {

@@ -3,7 +3,9 @@
 #include <gtest/gtest.h>
 
 #include <cstdlib>
+#include <map>
 #include <nlohmann/json.hpp>
+#include <string>
 
 #include "forebay/sharding_options.h"
 #include "tests/api/fixture.h"
@@ -47,6 +49,108 @@ TEST(CApiOptions, AreReadBackAsTheyWereSet) {
   }
 }
 
+std::map<std::string, std::string> all_values(const c::Options& options) {
+  std::map<std::string, std::string> values;
+  for (const auto& one : nlohmann::json::parse(c::get<const char*>(forebay_options_report, options)))
+    values[one["name"]] = one["value"];
+  return values;
+}
+
+TEST(CApiOptions, HaveTheirDefaultsAndPlaceholders) {
+  c::Options options;
+  std::string text;
+  for (const auto& one : nlohmann::json::parse(c::get<const char*>(forebay_options_report, options))) {
+    const std::string name = one["name"];
+    if (find_option(name) != nullptr) continue;  // An option of the command line.
+    text += name + " " + std::string(one["values"]) + " [" + std::string(one["value"]) + "]\n";
+  }
+  EXPECT_EQ(text, R"(device-memory BYTES [0]
+granularity BYTES [0]
+guard off|on [off]
+rank N [-1]
+size N [0]
+local-rank N [-1]
+store TEXT []
+store-prefix TEXT []
+interface TEXT []
+configuration TEXT []
+deadline MILLISECONDS [60000]
+join-deadline MILLISECONDS [0]
+communicator auto|shm|gloo|nccl [auto]
+nccl-library TEXT []
+nccl-order rank|fast [rank]
+beta1 NUMBER [0.9]
+beta2 NUMBER [0.95]
+epsilon NUMBER [1e-08]
+loss-scale NUMBER [65536.0]
+loss-scale-growth-interval N [2000]
+loss-scale-minimum NUMBER [1.0]
+host-threads N [0]
+near-device off|on [on]
+counts-replicated off|on [on]
+optional-gradients off|on [on]
+find-non-finite off|on [off]
+arena-limit BYTES [0]
+arena-reserve BYTES [0]
+arena-chunk BYTES [0]
+arena-growth BYTES [0]
+arena-largest-chunk BYTES [0]
+arena-history BYTES [0]
+pinned-limit BYTES [0]
+pinned-slab BYTES [1073741824]
+pinned-numa-node N [-1]
+pinned-huge-pages off|on [on]
+activation-micro-batches N [1]
+activation-look-ahead N [1]
+activation-leases N [1]
+activation-staging-count N [2]
+activation-tier cpu|nvme:DIR[,DIR...] [cpu]
+activation-device-memory BYTES [0]
+activation-host-memory BYTES [0]
+activation-file-staging BYTES [16777216]
+activation-region off|on [off]
+activation-placement keep|partition|partition+spill|auto [keep]
+activation-shared off|on [on]
+activation-spill-fraction NUMBER [1.0]
+activation-state-bytes BYTES [0]
+activation-recompute-seconds NUMBER [0.0]
+store-directories DIR[,DIR...] []
+store-engine auto|io_uring|threads [auto]
+store-block BYTES [4194304]
+store-depth N [8]
+store-checksums off|on [on]
+store-direct off|on [on]
+)");
+}
+
+// A value of each kind that is no default; the option takes it, and no other option changes.
+TEST(CApiOptions, HaveAPlaceOfTheirOwn) {
+  c::Options usual;
+  const auto before = all_values(usual);
+  for (const auto& one : nlohmann::json::parse(c::get<const char*>(forebay_options_report, usual))) {
+    const std::string name = one["name"];
+    const std::string values = one["values"];
+    if (find_option(name) != nullptr) continue;
+    const std::size_t last = values.rfind('|');
+    const std::string value = values == "BYTES"                   ? "12345"
+                              : values == "N"                     ? "37"
+                              : values == "NUMBER"                ? "0.375"
+                              : values == "MILLISECONDS"          ? "98765"
+                              : values == "TEXT"                  ? "some text"
+                              : values == "DIR[,DIR...]"          ? "/a,/b"
+                              : values == "cpu|nvme:DIR[,DIR...]" ? "nvme:/a,/b"
+                              : before.at(name) == values.substr(last + 1)
+                                  ? values.substr(0, values.find('|'))
+                                  : values.substr(last + 1);
+    ASSERT_NE(value, before.at(name)) << name;
+    c::Options options;
+    ASSERT_OK(forebay_options_set(options, name.c_str(), value.c_str())) << name;
+    auto expected = before;
+    expected[name] = value;
+    EXPECT_EQ(all_values(options), expected) << name;
+  }
+}
+
 TEST(CApiOptions, ThatAreUnknownNameTheNearest) {
   c::Options options;
   EXPECT_EQ(forebay_options_set(options, "stge", "3"), FOREBAY_INVALID_ARGUMENT);
@@ -55,6 +159,17 @@ TEST(CApiOptions, ThatAreUnknownNameTheNearest) {
   EXPECT_EQ(last_error(), "there is no option arena-limits; did you mean arena-limit?");
   EXPECT_EQ(forebay_options_set(options, "wallpaper-colour", "3"), FOREBAY_INVALID_ARGUMENT);
   EXPECT_EQ(last_error(), "there is no option wallpaper-colour; forebay_options_report() lists all");
+  for (const char* const ranks : {"ranks", "world-size"}) {
+    EXPECT_EQ(forebay_options_set(options, ranks, "3"), FOREBAY_INVALID_ARGUMENT);
+    EXPECT_EQ(last_error(), std::string("there is no option ") + ranks + "; did you mean size?");
+  }
+  for (const char* const step : {"lr", "weight-decay", "clip", "gradient-factor", "metric", "stop"}) {
+    EXPECT_EQ(forebay_options_set(options, step, "3"), FOREBAY_INVALID_ARGUMENT);
+    EXPECT_EQ(last_error(), std::string("there is no option ") + step +
+                                ", because it may change at each step; give it to forebay_hyperparameter() "
+                                "after forebay_engine_commit()");
+  }
+  EXPECT_EQ(forebay_options_set(options, "agree.", "3"), FOREBAY_INVALID_ARGUMENT);
 }
 
 TEST(CApiOptions, ThatAreOutOfRangeNameTheAllowedValuesAndChangeNothing) {
@@ -72,12 +187,18 @@ TEST(CApiOptions, ComeFromTheLauncher) {
   setenv("FOREBAY_RANK", "2", 1);
   setenv("FOREBAY_SIZE", "5", 1);
   setenv("FOREBAY_STORE", "/tmp/somewhere", 1);
+  setenv("FOREBAY_LOCAL_RANK", "1", 1);
+  setenv("FOREBAY_INTERFACE", "127.0.0.2", 1);
   c::Options options;
   EXPECT_OK(forebay_options_from_environment(options));
   EXPECT_EQ(get(options, "rank"), "2");
   EXPECT_EQ(get(options, "size"), "5");
   EXPECT_EQ(get(options, "store"), "/tmp/somewhere");
-  for (const char* const name : {"FOREBAY_RANK", "FOREBAY_SIZE", "FOREBAY_STORE"}) unsetenv(name);
+  EXPECT_EQ(get(options, "local-rank"), "1");
+  EXPECT_EQ(get(options, "interface"), "127.0.0.2");
+  for (const char* const name :
+       {"FOREBAY_RANK", "FOREBAY_SIZE", "FOREBAY_STORE", "FOREBAY_LOCAL_RANK", "FOREBAY_INTERFACE"})
+    unsetenv(name);
 }
 
 }  // namespace
