@@ -137,7 +137,10 @@ Status check_different_files(const std::string& option, const std::string& path,
                              const std::string& other_option, const std::string& other_path) {
   if (path.empty() || other_path.empty() || is_run_stream(path)) return {};
   std::error_code error;
-  const auto place = [&](const std::string& file) { return std::filesystem::weakly_canonical(file, error); };
+  // "same" and "./same" are one file, also before it is made.
+  const auto place = [&](const std::string& file) {
+    return std::filesystem::weakly_canonical(std::filesystem::absolute(file, error), error);
+  };
   if (place(path) != place(other_path)) return {};
   return {StatusCode::kInvalidArgument, option + " and " + other_option + " both name " + shown_path(path) +
                                             "; give each a file of its own"};

@@ -415,7 +415,6 @@ std::string hexadecimal(std::string_view bytes) {
   return text;
 }
 
-// Checks all that needs no other ranks and no files.
 // Each output has a file of its own, which is no input's.
 void check_files(const TrainerOptions& o) {
   namespace fs = std::filesystem;
@@ -432,9 +431,12 @@ void check_files(const TrainerOptions& o) {
     std::error_code error;
     // A directory or a stream may have several.
     if (file.empty() || (fs::exists(file, error) && !fs::is_regular_file(file, error))) continue;
-    const fs::path place = fs::weakly_canonical(file, error);
+    // "same" and "./same" are one file, also before it is made.
+    const auto place = [&](const std::string& name) {
+      return fs::weakly_canonical(fs::absolute(name, error), error);
+    };
     for (const auto& [other, other_file] : taken) {
-      if (!other_file.empty() && fs::weakly_canonical(other_file, error) == place)
+      if (!other_file.empty() && place(other_file) == place(file))
         refuse(std::string(option) + " and " + other + " both name " + shown_path(file) +
                "; give each a file of its own");
     }
@@ -442,6 +444,7 @@ void check_files(const TrainerOptions& o) {
   }
 }
 
+// Checks all that needs no other ranks and no files.
 void check_options(const TrainerOptions& o) {
   check_files(o);
   check_sizes(o);

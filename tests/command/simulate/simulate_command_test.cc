@@ -235,6 +235,14 @@ TEST(CompareCommand, RefusesFilesThatItWouldSpoil) {
   EXPECT_EQ(same.exit_code, 2) << same.output;
   EXPECT_NE(same.output.find("--csv and --html both name " + file), std::string::npos) << same.output;
   EXPECT_FALSE(std::filesystem::exists(file));
+  const Finished beside = run_program(
+      {"/bin/sh", "-c",
+       "cd '" + directory.path() +
+           "' && exec '" FOREBAY_COMMAND
+           "' compare --layers 2 --hidden 256 --heads 4 --ranks 2 --limit 2 --csv new --html ./new"});
+  EXPECT_EQ(beside.exit_code, 2) << beside.output;
+  EXPECT_NE(beside.output.find("--csv and --html both name new"), std::string::npos) << beside.output;
+  EXPECT_FALSE(std::filesystem::exists(directory / "new"));
   const Finished linked = compare({"--csv", link});
   EXPECT_EQ(linked.exit_code, 2) << linked.output;
   EXPECT_NE(linked.output.find("link to a file that does not exist"), std::string::npos) << linked.output;
