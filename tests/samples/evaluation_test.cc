@@ -24,14 +24,14 @@ namespace {
 
 namespace fs = std::filesystem;
 
-class Evaluation : public ::testing::Test {
+class Evaluations : public ::testing::Test {
  protected:
-  Evaluation() {
+  Evaluations() {
     directory_ = forebay::testing::make_temporary_directory("evaluation");
     testing::write_text(path("text"), testing::kTextBytes, testing::kTextSeed);
     testing::write_text(path("other"), 230, 6);  // 19 samples of 12 bytes, and some bytes.
   }
-  ~Evaluation() override { fs::remove_all(directory_); }
+  ~Evaluations() override { fs::remove_all(directory_); }
 
   std::string path(const std::string& name) const { return (directory_ / name).string(); }
 
@@ -92,7 +92,7 @@ void expect_planned(const TrainingReport& report) {
   }
 }
 
-TEST_F(Evaluation, ChangesNoBitOfTheTrainingAndMovesThePlannedBytes) {
+TEST_F(Evaluations, ChangesNoBitOfTheTrainingAndMovesThePlannedBytes) {
   for (const int ranks : {1, 3, 4}) {
     const TrainingReport plain = run_training(options(ranks));
     std::optional<TrainingReport> first;
@@ -121,7 +121,7 @@ TEST_F(Evaluation, ChangesNoBitOfTheTrainingAndMovesThePlannedBytes) {
 }
 
 // Without training, the weights and so the text are the same at any number of ranks.
-TEST_F(Evaluation, EveryNumberOfRanksAndStageGeneratesTheSameText) {
+TEST_F(Evaluations, EveryNumberOfRanksAndStageGeneratesTheSameText) {
   for (const double temperature : {0.0, 0.8}) {
     std::optional<TrainingReport> first;
     for (const int ranks : {1, 3, 4}) {
@@ -141,7 +141,7 @@ TEST_F(Evaluation, EveryNumberOfRanksAndStageGeneratesTheSameText) {
   }
 }
 
-TEST_F(Evaluation, TheLossIsThatOfTheReference) {
+TEST_F(Evaluations, TheLossIsThatOfTheReference) {
   TrainerOptions o = evaluated(options(2, 3));
   o.steps = 0;
   o.dropout = 0.2;  // Not in an evaluation.
@@ -171,7 +171,7 @@ TEST_F(Evaluation, TheLossIsThatOfTheReference) {
 
 // Each rank exchanges 4096 losses at once, so two ranks exchange twice. The second pass has one sample in
 // four places.
-TEST_F(Evaluation, CountsEverySampleOnceWhereLossesAreExchangedTwice) {
+TEST_F(Evaluations, CountsEverySampleOnceWhereLossesAreExchangedTwice) {
   constexpr std::uint64_t kSamples = 2 * 4096 + 1;
   std::optional<double> alone;
   for (const int ranks : {1, 2}) {
@@ -189,7 +189,7 @@ TEST_F(Evaluation, CountsEverySampleOnceWhereLossesAreExchangedTwice) {
 }
 
 // The last token of a text has no target.
-TEST_F(Evaluation, ASampleNeedsOneTokenMoreThanItsLength) {
+TEST_F(Evaluations, ASampleNeedsOneTokenMoreThanItsLength) {
   TrainerOptions o = evaluated(options());
   o.steps = 0;
   o.generate = 0;
@@ -205,7 +205,7 @@ TEST_F(Evaluation, ASampleNeedsOneTokenMoreThanItsLength) {
   EXPECT_NE(loss_of(25, 0), one);
 }
 
-TEST_F(Evaluation, TheLastStepIsEvaluatedOnce) {
+TEST_F(Evaluations, TheLastStepIsEvaluatedOnce) {
   for (const std::uint64_t steps : {3u, 4u}) {
     TrainerOptions o = evaluated(options());
     o.steps = steps;
@@ -218,7 +218,7 @@ TEST_F(Evaluation, TheLastStepIsEvaluatedOnce) {
 }
 
 // So hot that every byte is as probable as any other.
-TEST_F(Evaluation, BytesAreDrawnByTheirPlaceInTheText) {
+TEST_F(Evaluations, BytesAreDrawnByTheirPlaceInTheText) {
   TrainerOptions o = evaluated(options());
   o.steps = 0;
   o.temperature = 1e12;
@@ -230,7 +230,7 @@ TEST_F(Evaluation, BytesAreDrawnByTheirPlaceInTheText) {
   EXPECT_EQ(run_training(o).generated, expected);
 }
 
-TEST_F(Evaluation, TheLastBytesOfALongPromptDecideTheNext) {
+TEST_F(Evaluations, TheLastBytesOfALongPromptDecideTheNext) {
   TrainerOptions o = evaluated(options());
   o.steps = 0;
   o.temperature = 0;
@@ -243,7 +243,7 @@ TEST_F(Evaluation, TheLastBytesOfALongPromptDecideTheNext) {
   EXPECT_EQ(continued("a head of the basin"), text);
 }
 
-TEST_F(Evaluation, TheMovingAverageIsEvaluatedGeneratesAndIsExported) {
+TEST_F(Evaluations, TheMovingAverageIsEvaluatedGeneratesAndIsExported) {
   TrainerOptions o = evaluated(options(2, 2));
   o.evaluate_every = 0;
   const TrainingReport plain = run_training(o);
@@ -261,7 +261,7 @@ TEST_F(Evaluation, TheMovingAverageIsEvaluatedGeneratesAndIsExported) {
   EXPECT_EQ(report.generated, averaged.generated);
 }
 
-TEST_F(Evaluation, WorksWithDropoutRecomputationAndMicroSteps) {
+TEST_F(Evaluations, WorksWithDropoutRecomputationAndMicroSteps) {
   for (const int ranks : {1, 2}) {
     TrainerOptions o = options(ranks, 3);
     o.dropout = 0.1;
@@ -275,7 +275,7 @@ TEST_F(Evaluation, WorksWithDropoutRecomputationAndMicroSteps) {
   }
 }
 
-TEST_F(Evaluation, WorksOnEveryGrid) {
+TEST_F(Evaluations, WorksOnEveryGrid) {
   TrainerOptions single = evaluated(options(1, 0));
   single.batch = 4;
   single.steps = 0;
@@ -311,7 +311,7 @@ TEST_F(Evaluation, WorksOnEveryGrid) {
   }
 }
 
-TEST_F(Evaluation, AShortTextIsRefusedByItsOption) {
+TEST_F(Evaluations, AShortTextIsRefusedByItsOption) {
   testing::write_text(path("short"), 12, 1);
   TrainerOptions o = evaluated(options());
   o.evaluation_text = {path("short")};
@@ -326,7 +326,7 @@ TEST_F(Evaluation, AShortTextIsRefusedByItsOption) {
   }
 }
 
-TEST_F(Evaluation, TheReportHasTheLossesAndTheText) {
+TEST_F(Evaluations, TheReportHasTheLossesAndTheText) {
   const auto json = nlohmann::json::parse(report_json(run_training(evaluated(options()))));
   EXPECT_EQ(json["evaluations"].size(), 2u);
   EXPECT_EQ(json["evaluations"][1]["step"], 4);

@@ -3,16 +3,20 @@
 #include "output/safetensors.h"
 
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <csignal>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <nlohmann/json.hpp>
 #include <span>
 #include <string>
 #include <vector>
@@ -20,6 +24,7 @@
 #include "forebay/error.h"
 #include "model/random.h"
 #include "output/huggingface.h"
+#include "output/output_file.h"
 #include "output/weight_files.h"
 #include "tests/support/temporary_directory.h"
 #include "trainer/initial.h"
@@ -37,6 +42,20 @@ extern "C" int fsync(int file) {
     return -1;
   }
   return static_cast<int>(::syscall(SYS_fsync, file));
+}
+
+namespace {
+
+// The same for close(): it closes and reports a failure, as a file system over a network does.
+thread_local int failing_close = 0;
+
+}  // namespace
+
+extern "C" int close(int file) {
+  const auto result = static_cast<int>(::syscall(SYS_close, file));
+  if (failing_close == 0 || --failing_close > 0) return result;
+  errno = EIO;
+  return -1;
 }
 
 namespace forebay::gpt {
@@ -316,6 +335,238 @@ TEST_F(Safetensors, AFileThatCannotBeSyncedIsAFailureAndTheOldOneStays) {
 
   EXPECT_EQ(fs::file_size(path()), 3u);
   EXPECT_EQ(std::distance(fs::directory_iterator(directory_), {}), 1);
+}
+
+// A file system over a network may report at the close that it lost the bytes.
+TEST_F(Safetensors, AFileThatCannotBeClosedIsAFailure) {
+  OutputFile file(path());
+  file.write("text", 4);
+  failing_close = 1;
+  try {
+    file.finish();
+    ADD_FAILURE() << "it is written";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.status().code(), StatusCode::kIoError);
+    EXPECT_EQ(error.status().message(),
+              "cannot write " + path() +
+                  ": closing failed: Input/output error; give a path in a directory that exists, may be "
+                  "written and has room");
+  }
+  failing_close = 0;
+}
+
+// The system writes the part that fits, and then refuses the rest.
+TEST_F(Safetensors, AFileBeyondTheLimitOfTheProcessIsAFailureWithItsBytes) {
+  OutputFile file(path());
+  rlimit limit{};
+  ASSERT_EQ(::getrlimit(RLIMIT_FSIZE, &limit), 0);
+  const rlimit small{.rlim_cur = 5, .rlim_max = limit.rlim_max};
+  const auto handler = std::signal(SIGXFSZ, SIG_IGN);
+  std::string message;
+  ::setrlimit(RLIMIT_FSIZE, &small);
+  try {
+    file.write("abc", 3);
+    file.write("defgh", 5);
+  } catch (const Error& error) {
+    message = error.status().message();
+  }
+  ::setrlimit(RLIMIT_FSIZE, &limit);
+  std::signal(SIGXFSZ, handler);
+  EXPECT_EQ(message, "cannot write " + path() +
+                         ": writing failed: File too large after 5 bytes; raise the limit of a file's size "
+                         "(ulimit -f)");
+  EXPECT_TRUE(fs::is_empty(directory_)) << "the temporary file stayed";
+}
+
+TEST_F(Safetensors, TheConfigOfAModelComesBack) {
+  // No two figures are equal.
+  GptShape gpt2{.layers = 3, .hidden = 40, .heads = 5, .sequence = 6, .vocabulary = 700, .positions = 8};
+  GptShape llama{.layers = 3,
+                 .hidden = 48,
+                 .heads = 6,
+                 .sequence = 7,
+                 .vocabulary = 700,
+                 .positions = 9,
+                 .inner = 64,
+                 .kind = ModelKind::kLlama,
+                 .kv_heads = 2,
+                 .rope_theta = 500,
+                 .norm_epsilon = 1e-4,
+                 .tied_head = true};
+  EXPECT_EQ(model_config(gpt2), R"({
+  "architectures": [
+    "GPT2LMHeadModel"
+  ],
+  "model_type": "gpt2",
+  "activation_function": "gelu_new",
+  "bos_token_id": null,
+  "dtype": "float32",
+  "eos_token_id": null,
+  "layer_norm_epsilon": 1e-05,
+  "n_embd": 40,
+  "n_head": 5,
+  "n_inner": null,
+  "n_layer": 3,
+  "n_positions": 8,
+  "tie_word_embeddings": true,
+  "vocab_size": 700
+}
+)");
+  EXPECT_EQ(model_config(llama), R"({
+  "architectures": [
+    "LlamaForCausalLM"
+  ],
+  "model_type": "llama",
+  "attention_bias": false,
+  "bos_token_id": null,
+  "dtype": "float32",
+  "eos_token_id": null,
+  "head_dim": 8,
+  "hidden_act": "silu",
+  "hidden_size": 48,
+  "intermediate_size": 64,
+  "max_position_embeddings": 9,
+  "mlp_bias": false,
+  "num_attention_heads": 6,
+  "num_hidden_layers": 3,
+  "num_key_value_heads": 2,
+  "rms_norm_eps": 0.0001,
+  "rope_parameters": {
+    "rope_theta": 500.0,
+    "rope_type": "default"
+  },
+  "rope_theta": 500.0,
+  "tie_word_embeddings": true,
+  "vocab_size": 700
+}
+)");
+  for (const GptShape& shape : {gpt2, llama}) {
+    std::ofstream(path("config.json")) << model_config(shape);
+    const GptShape read = shape_of_model(directory_.string(), {.sequence = shape.sequence});
+    EXPECT_EQ(read.layers, shape.layers);
+    EXPECT_EQ(read.hidden, shape.hidden);
+    EXPECT_EQ(read.heads, shape.heads);
+    EXPECT_EQ(read.sequence, shape.sequence);
+    EXPECT_EQ(read.vocabulary, shape.vocabulary);
+    EXPECT_EQ(read.positions, shape.positions);
+    EXPECT_EQ(read.inner, shape.inner);
+    EXPECT_EQ(read.kind, shape.kind);
+    EXPECT_EQ(read.kv_head_count(), shape.kv_head_count());
+    EXPECT_EQ(read.rope_theta, shape.rope_theta);
+    EXPECT_EQ(read.norm_epsilon, shape.norm_epsilon);
+    EXPECT_EQ(read.tied_head, shape.tied_head);
+  }
+  gpt2.inner = 100;
+  std::ofstream(path("config.json")) << model_config(gpt2);
+  EXPECT_EQ(shape_of_model(directory_.string(), {}).inner, 100u);
+}
+
+TEST_F(Safetensors, AConfigOfWhatThereIsNotIsRefusedByItsKey) {
+  const auto found = [&](const GptShape& shape, const char* key, const nlohmann::json& value) {
+    nlohmann::json config = nlohmann::json::parse(model_config(shape));
+    if (value == "absent") {
+      config.erase(key);
+    } else {
+      config[key] = value;
+    }
+    std::ofstream(path("config.json")) << config;
+    try {
+      static_cast<void>(shape_of_model(directory_.string(), {}));
+      return std::string("taken");
+    } catch (const Error& error) {
+      const std::string begin = path("config.json") + ": " + key + " is ";
+      const std::string message = error.status().message();
+      EXPECT_EQ(message.find(begin), 0u) << message;
+      return message.substr(begin.size(), message.find(';') - begin.size());
+    }
+  };
+  const GptShape gpt2;
+  const GptShape llama{.kind = ModelKind::kLlama};
+  const std::string no_number = ", not a number from 1 to 16777216";
+  for (const char* const key : {"n_layer", "n_embd", "n_head", "n_positions", "vocab_size"}) {
+    EXPECT_EQ(found(gpt2, key, 0), "0" + no_number) << key;
+    EXPECT_EQ(found(gpt2, key, nullptr), "missing" + no_number) << key;
+    EXPECT_EQ(found(gpt2, key, "absent"), "missing" + no_number) << key;
+    EXPECT_EQ(found(gpt2, key, 16777217), "16777217" + no_number) << key;
+    EXPECT_EQ(found(gpt2, key, 1.5), "1.5" + no_number) << key;
+  }
+  EXPECT_EQ(found(gpt2, "n_layer", 16777216), "taken");
+  EXPECT_EQ(found(gpt2, "n_inner", "absent"), "taken");
+  EXPECT_EQ(found(gpt2, "n_inner", 0), "0" + no_number);
+  for (const char* const key : {"num_hidden_layers", "hidden_size", "num_attention_heads",
+                                "intermediate_size", "max_position_embeddings", "vocab_size"})
+    EXPECT_EQ(found(llama, key, 0), "0" + no_number) << key;
+  EXPECT_EQ(found(llama, "num_key_value_heads", nullptr), "taken");
+
+  const auto only = [](const std::string& value, const std::string& known) {
+    return value + ", and forebay-gpt has models with " + known + " only";
+  };
+  EXPECT_EQ(found(gpt2, "activation_function", "gelu_pytorch_tanh"), "taken");
+  EXPECT_EQ(found(gpt2, "activation_function", "relu"),
+            only("\"relu\"", "\"gelu_new\" or \"gelu_pytorch_tanh\""));
+  EXPECT_EQ(found(gpt2, "layer_norm_epsilon", 1e-6), only("1e-06", "1e-05"));
+  EXPECT_EQ(found(gpt2, "scale_attn_weights", false), only("false", "true"));
+  EXPECT_EQ(found(gpt2, "scale_attn_by_inverse_layer_idx", true), only("true", "false"));
+  EXPECT_EQ(found(gpt2, "add_cross_attention", true), only("true", "false"));
+  EXPECT_EQ(found(gpt2, "tie_word_embeddings", false), only("false", "true"));
+  EXPECT_EQ(found(llama, "hidden_act", "gelu"), only("\"gelu\"", "\"silu\""));
+  EXPECT_EQ(found(llama, "attention_bias", true), only("true", "false"));
+  EXPECT_EQ(found(llama, "mlp_bias", true), only("true", "false"));
+  EXPECT_EQ(found(llama, "pretraining_tp", 2), only("2", "1"));
+  EXPECT_EQ(found(llama, "head_dim", 33), only("33", "none or 32"));
+  EXPECT_EQ(found(llama, "head_dim", nullptr), "taken");
+
+  const std::string positive = ", not a number above 0";
+  EXPECT_EQ(found(llama, "rms_norm_eps", 0), "0" + positive);
+  EXPECT_EQ(found(llama, "rms_norm_eps", 1.5), "1.5" + positive);
+  EXPECT_EQ(found(llama, "rms_norm_eps", 1), "taken");
+  EXPECT_EQ(found(llama, "rope_theta", -1), "-1" + positive);
+  EXPECT_EQ(found(llama, "rope_scaling", {{"rope_type", "linear"}}).substr(0, 22),
+            "{\"rope_type\":\"linear\"}");
+  EXPECT_EQ(found(llama, "rope_scaling", {{"type", "default"}}), "taken");
+}
+
+TEST_F(Safetensors, NamesArePublishedAsTransformersHasThem) {
+  EXPECT_EQ(published_name("wte.weight"), "transformer.wte.weight");
+  EXPECT_EQ(published_name("h.0.attn.c_attn.bias"), "transformer.h.0.attn.c_attn.bias");
+  EXPECT_EQ(published_name("model.norm.weight"), "model.norm.weight");
+  EXPECT_EQ(published_name("lm_head.weight"), "lm_head.weight");
+  for (const char* const derived : {"transformer.h.0.attn.bias", "h.3.attn.masked_bias",
+                                    "model.layers.0.self_attn.rotary_emb.inv_freq", "lm_head.weight"})
+    EXPECT_TRUE(is_derived_tensor(derived)) << derived;
+  for (const char* const own :
+       {"h.0.attn.c_attn.bias", "lm_head.bias", "attn.bias.weight", "transformer.lm_head.weight"})
+    EXPECT_FALSE(is_derived_tensor(own)) << own;
+}
+
+// A directory with one shard has no index; with several, it names the file of each tensor.
+TEST_F(Safetensors, TensorsAreDividedOverFilesOfTheirLargestSize) {
+  const auto files = [&](std::uint64_t shard_bytes) {
+    const fs::path model = directory_ / ("model-" + std::to_string(shard_bytes));
+    fs::create_directory(model);
+    ModelDirectoryWriter writer(model.string(), {{"a", {2}}, {"b", {1}}, {"c", {3}}}, shard_bytes);
+    writer.write(std::vector<float>{1, 2});
+    writer.write(std::vector<float>{3});
+    writer.write(std::vector<float>{4, 5, 6});
+    writer.finish();
+    std::vector<std::string> names;
+    for (const auto& entry : fs::directory_iterator(model)) names.push_back(entry.path().filename().string());
+    std::sort(names.begin(), names.end());
+    return names;
+  };
+  using Names = std::vector<std::string>;
+  EXPECT_EQ(files(0), Names{"model.safetensors"});
+  EXPECT_EQ(files(24), Names{"model.safetensors"}) << "all 24 bytes fit";
+  const Names two = {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors",
+                     "model.safetensors.index.json"};
+  EXPECT_EQ(files(23), two);
+  EXPECT_EQ(files(12), two);
+  EXPECT_EQ(files(11).size(), 4u);
+  EXPECT_EQ(files(1).size(), 4u) << "each tensor has a file of its own";
+  std::ifstream index(directory_ / "model-12" / "model.safetensors.index.json");
+  EXPECT_EQ(nlohmann::json::parse(index).dump(),
+            R"({"metadata":{"total_size":24},"weight_map":{"a":"model-00001-of-00002.safetensors",)"
+            R"("b":"model-00001-of-00002.safetensors","c":"model-00002-of-00002.safetensors"}})");
 }
 
 TEST_F(Safetensors, AModelOfAnotherKindIsRefusedWithTheKindsThatThereAre) {

@@ -5,12 +5,15 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <filesystem>
 #include <fstream>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "forebay/error.h"
@@ -18,6 +21,7 @@
 #include "model/text.h"
 #include "output/progress.h"
 #include "output/safetensors.h"
+#include "output/summary.h"
 #include "tests/samples/gpt_reference.h"
 #include "tests/samples/small_training.h"
 #include "tests/support/temporary_directory.h"
@@ -329,6 +333,265 @@ TEST_F(Trainer, TheReportHasItsKeysAndFullPrecision) {
   }
 }
 
+// No two figures are equal.
+TrainingReport printed_report() {
+  TrainingReport report;
+  report.training = {{"seed", "1"}, {"lr", "0.5"}};
+  report.traffic = {{{"all_gather", 3, {4, 5}, {6, 7}}},
+                    {{"send", 8, {9, 10}, {11, 12}}, {"recv", 13, {14, 15}, {16, 17}}}};
+  report.world_size = 21;
+  report.tensor_parallel = 22;
+  report.data_parallel = 23;
+  report.pipeline_parallel = 24;
+  report.recompute = "block";
+  report.activations = "partition";
+  report.dropout = 0.25;
+  report.sharding.optimizer = Optimizer::kLion;
+  report.sharding.moments = MomentFormat::kBfloat16;
+  report.sharding.master_weights = false;
+  report.sharding.ema = 0.5;
+  report.offloaded_parameters = 25;
+  report.store = "the store";
+  report.device = "the device";
+  report.communicator = "the communicator";
+  report.matmul = "plain";
+  report.compute_threads = 26;
+  report.parameters = 27;
+  report.first_step = 28;
+  report.steps = 31;
+  report.loss = {5.5, std::nan(""), 4.125};
+  report.grad_norm = {1.5, std::nullopt, INFINITY};
+  report.evaluations = {{29, 4.5}, {30, std::nan("")}};
+  report.generated = "text \xff";
+  report.digest = "00ff";
+  report.tokens_per_second = 32.5;
+  report.interrupted = true;
+  report.ranks.resize(2);
+  std::uint64_t next = 100;
+  for (RankReport& rank : report.ranks) {
+    const auto fill = [&](auto& figure) {
+      if constexpr (std::is_same_v<std::decay_t<decltype(figure)>, PoolBytes>) {
+        figure = {next, next + 1, next + 2, next + 3, next + 4, next + 5};
+        next += 6;
+      } else {
+        figure = static_cast<std::decay_t<decltype(figure)>>(next++);
+      }
+    };
+#define FILL(Type, name) fill(rank.name);
+    FOREBAY_RANK_FIGURES(FILL)
+#undef FILL
+  }
+  return report;
+}
+
+TEST(TrainingReportJson, EachFigureHasItsKey) {
+  nlohmann::json json = nlohmann::json::parse(report_json(printed_report()));
+  const nlohmann::json ranks = json["ranks"];
+  json.erase("ranks");
+  EXPECT_EQ(json, nlohmann::json::parse(R"(
+{"accumulate": "shard", "activations": "partition", "bucket_bytes": 16777216,
+ "communicator": "the communicator", "compute_threads": 26, "data_parallel": 23, "device": "the device",
+ "digest": "00ff", "dropout": 0.25, "dtype": "fp32", "ema": 0.5,
+ "evaluations": [{"loss": 4.5, "step": 29}, {"loss": null, "step": 30}], "first_step": 28,
+ "generated": "text �", "grad_norm": [1.5, null, null], "group": 1, "interrupted": true,
+ "loss": [5.5, null, 4.125], "master_weights": "off", "matmul": "plain", "micro_steps": 1, "moments": "bf16",
+ "offload": "none", "offload_fraction": 1.0, "offload_staging_bytes": 100663296, "offload_tier": "cpu",
+ "offloaded_parameters": 25, "optimizer": "lion", "parameters": 27, "pipeline_parallel": 24,
+ "recompute": "block", "shard_within_group": false, "stage": 0, "steps": 31, "store": "the store",
+ "tensor_parallel": 22, "tokens_per_second": 32.5, "training": {"lr": "0.5", "seed": "1"}, "world_size": 21})"));
+  ASSERT_EQ(ranks.size(), 2u);
+  EXPECT_EQ(ranks[0]["traffic"].dump(),
+            R"([{"count":3,"operation":"all_gather","received_bytes":[6,7],"sent_bytes":[4,5]}])");
+  EXPECT_EQ(
+      ranks[1]["traffic"].dump(),
+      R"([{"count":8,"operation":"send","received_bytes":[11,12],"sent_bytes":[9,10]},{"count":13,"operation":"recv","received_bytes":[16,17],"sent_bytes":[14,15]}])");
+  EXPECT_EQ(
+      ranks[0]["planned_bytes"].dump(),
+      R"({"activations":112,"buckets":111,"gathered":110,"gradients":108,"optimizer":109,"parameters":107})");
+  EXPECT_EQ(ranks[1]["step_ms"], 187.0);
+}
+
+TEST(TrainingReportJson, AnOptimizerThatIsTheUsualOneIsNotSaid) {
+  const nlohmann::json json = nlohmann::json::parse(report_json(TrainingReport()));
+  for (const char* const key : {"optimizer", "moments", "master_weights", "ema"})
+    EXPECT_FALSE(json.contains(key)) << key;
+}
+
+TEST(TrainingReportJson, ALossIsLostFromTheFirstStepOfTheLastRunOfBadOnes) {
+  const auto first = [](std::vector<double> losses, std::uint64_t first_step = 0) {
+    TrainingReport report;
+    report.loss = std::move(losses);
+    report.first_step = first_step;
+    return first_step_of_lost_loss(report);
+  };
+  EXPECT_EQ(first({}), std::nullopt);
+  EXPECT_EQ(first({1.0}), std::nullopt);
+  EXPECT_EQ(first({NAN, 1.0}), std::nullopt);
+  EXPECT_EQ(first({1.0, NAN}), 2u);
+  EXPECT_EQ(first({INFINITY, NAN}), 1u);
+  EXPECT_EQ(first({1.0, NAN, 1.0, INFINITY, NAN}, 10), 14u);
+}
+
+TEST(FlightJson, HasTheCauseAndTheTimesOfTheLastOperations) {
+  using std::chrono::microseconds;
+  std::vector<OperationRecord> operations(4);
+  for (int i = 0; i < 4; ++i) {
+    operations[i].what = "operation " + std::to_string(i);
+    operations[i].state = static_cast<decltype(operations[i].state)>(i);
+    operations[i].queued = microseconds(1500 + i);
+    operations[i].begun = microseconds(2500 + i);
+    operations[i].ended = microseconds(3500 + i);
+  }
+  EXPECT_EQ(nlohmann::json::parse(flight_json(Status(StatusCode::kPeerLost, "rank 1 is gone"), operations)),
+            nlohmann::json::parse(R"(
+{"cause": "kPeerLost: rank 1 is gone",
+ "last_operations": [{"operation": "operation 0", "state": "queued", "queued_ms": 1.5, "begun_ms": 2.5,
+                      "ended_ms": 3.5},
+                     {"operation": "operation 1", "state": "running", "queued_ms": 1.501, "begun_ms": 2.501,
+                      "ended_ms": 3.501},
+                     {"operation": "operation 2", "state": "done", "queued_ms": 1.502, "begun_ms": 2.502,
+                      "ended_ms": 3.502},
+                     {"operation": "operation 3", "state": "failed", "queued_ms": 1.503, "begun_ms": 2.503,
+                      "ended_ms": 3.503}]})"));
+}
+
+TEST_F(Trainer, OpensWithEachFigureInItsRow) {
+  testing::write_text(path("other"), 100, 7);
+  const auto opening = [&](const TrainerOptions& o) {
+    ::testing::internal::CaptureStderr();
+    ::testing::internal::CaptureStdout();
+    run_training(o);
+    ::testing::internal::GetCapturedStdout();
+    const std::string said = ::testing::internal::GetCapturedStderr();
+    return said.substr(0, said.find("evaluation after"));
+  };
+  TrainerOptions o = options();
+  o.progress = true;
+  o.steps = 0;
+  o.ranks = 4;
+  o.pipeline_parallel = 2;
+  o.micro_steps = 3;
+  o.stage = 1;
+  o.recompute_every = 1;
+  o.evaluation_text = {path("other")};
+  o.evaluate_every = 5;
+  o.generate = 2;
+  EXPECT_EQ(opening(o), R"(forebay-gpt: training a GPT of 20,928 parameters
+  model       2 layers, 24 columns, 3 heads, 12 positions
+  data        2,000 bytes of text; 24 tokens per rank and micro-step, 144 in each step
+  ranks       4, communicator local; 1 tensor-parallel x 2 data-parallel x 2 pipeline-parallel
+  device      host, 1 thread per rank, plain products
+  sharding    ZeRO stage 1, fp32, buckets of 8.00 KiB
+  pipeline    each stage waits at least 25 % of the time; more --micro-steps make it less
+  offload     none
+  activations recompute block, inputs of these blocks: keep
+  evaluation  8 samples of another text in 2 passes at the end and every 5 steps
+  text        2 bytes to generate, with a pass for each
+  memory      2.00 MiB device, 0 B host, 0 B files on rank 0, as planned
+)");
+
+  TrainerOptions offloaded = options();
+  offloaded.progress = true;
+  offloaded.steps = 0;
+  offloaded.ranks = 4;
+  offloaded.stage = 3;
+  offloaded.dtype = DataType::kBfloat16;
+  offloaded.group = 2;
+  offloaded.shard_within_group = true;
+  offloaded.offload = Offload::kOptimizer;
+  offloaded.offload_fraction = 0.6;
+  offloaded.evaluation_text = {path("other")};
+  EXPECT_EQ(opening(offloaded), R"(forebay-gpt: training a GPT of 20,928 parameters
+  model       2 layers, 24 columns, 3 heads, 12 positions
+  data        2,000 bytes of text; 24 tokens per rank and micro-step, 96 in each step
+  ranks       4, communicator local
+  device      host, 1 thread per rank, plain products
+  sharding    ZeRO stage 3, bf16, buckets of 8.00 KiB, all-reduce groups of 2 ranks, sharded within
+              them
+  offload     optimizer to cpu: 69 % of the model, 1 of 4 units stay on the device
+  evaluation  8 samples of another text in 1 pass at the end; each pass sends 26.00 KiB per rank, as
+              planned
+  memory      14.00 MiB device, 126.00 KiB host, 0 B files per rank, as planned
+)");
+}
+
+// The largest figures of any rank, activations and offloaded states together.
+TEST(Closing, EachFigureStandsInItsRow) {
+  TrainingReport report = printed_report();
+  report.steps = 1230;
+  report.tokens_per_second = 12'345.6;
+  report.digest = "0123456789abcdef0123456789abcdef";
+  report.interrupted = false;
+  report.evaluations.pop_back();
+  report.ranks.assign(2, {});
+  for (std::uint64_t i = 0; i < 2; ++i) {
+    RankReport& rank = report.ranks[i];
+    const std::uint64_t j = 1 - i;
+    rank.reserved_bytes = (100 + i) << 20;
+    rank.host_bytes = (200 + 5 * j) << 20;
+    rank.saved_host_bytes = (10 + i) << 20;
+    rank.file_bytes = (300 + i) << 20;
+    rank.saved_file_bytes = (20 + 5 * j) << 20;
+    rank.planned_reserved_bytes = (400 + j) << 20;
+    rank.planned_host_bytes = (500 + 5 * i) << 20;
+    rank.planned_saved_host_bytes = (30 + j) << 20;
+    rank.planned_file_bytes = (600 + 5 * j) << 20;
+    rank.planned_saved_file_bytes = (40 + i) << 20;
+  }
+  TrainerOptions o;
+  o.steps = 1'234'567;
+  o.save_state = "state";
+  o.export_file = "weights";
+  o.timeline_file = "timeline";
+  o.report_file = "report";
+  const auto closing = [&] {
+    ::testing::internal::CaptureStderr();
+    show_closing(o, report);
+    return ::testing::internal::GetCapturedStderr();
+  };
+  EXPECT_EQ(closing(),
+            "forebay-gpt: trained 1,230 of 1,234,567 steps, final loss 4.1250, 12346 tokens/s\n"
+            "  evaluation  loss 4.5000 after step 29\n"
+            "  measured    101.00 MiB device, 215.00 MiB host, 325.00 MiB files at the peak of any rank\n"
+            "  planned     401.00 MiB device, 535.00 MiB host, 645.00 MiB files\n"
+            "  digest      0123456789abcdef0123456789abcdef\n"
+            "  files       state, weights, timeline, report\n");
+  report.interrupted = true;
+  EXPECT_NE(closing().find("  files       state, timeline, report\n"), std::string::npos) << closing();
+  report.loss.clear();
+  report.evaluations.clear();
+  o.save_state = o.timeline_file = o.report_file = "";
+  EXPECT_EQ(closing().find("forebay-gpt: trained 1,230 of 1,234,567 steps\n  measured"), 0u) << closing();
+  EXPECT_EQ(closing().find("  files"), std::string::npos) << closing();
+  o.progress = false;
+  EXPECT_EQ(closing(), "");
+}
+
+// Without a terminal a line is printed for the first step, the last one, and every two seconds.
+TEST(ProgressLines, TellTheFirstAndTheLastStep) {
+  ::testing::internal::CaptureStderr();
+  {
+    Progress progress({.first_step = 10, .steps = 14, .tokens_per_step = 0});
+    progress.show(11, 5.43216, 1.23456);
+    progress.show(12, 5, 1);
+    progress.show_evaluation(13, 4.98768);
+    progress.show(14, 4.5, std::nullopt);
+  }
+  const std::string said = ::testing::internal::GetCapturedStderr();
+  EXPECT_EQ(said,
+            "step 11/14  loss 5.4322  grad norm 1.235  0 tokens/s  0 s left\n"
+            "evaluation after step 13: loss 4.9877\n"
+            "step 14/14  loss 4.5000  grad norm skipped  0 tokens/s  0 s left\n");
+
+  ::testing::internal::CaptureStderr();
+  {
+    Progress progress({.enabled = false, .steps = 1});
+    progress.show(1, 5, 1);
+    progress.show_evaluation(1, 5);
+  }
+  EXPECT_EQ(::testing::internal::GetCapturedStderr(), "");
+}
+
 TEST_F(Trainer, AnOptionThatDiffersBetweenRanksIsNamed) {
   TrainerOptions other = options();
   other.lr = 2e-3;
@@ -511,6 +774,228 @@ TEST(GptCommand, OptionsArriveWhereTheyBelong) {
   EXPECT_EQ(command.options->text, (std::vector<std::string>{"a", "b"}));
   EXPECT_EQ(command.options->steps, 7u);
   EXPECT_EQ(command.options->seed, UINT64_MAX);
+}
+
+// Each option that decides the result is named with its value, and a changed one changes that value alone.
+TEST(GptCommand, EachSettingThatDecidesTheResultIsInTheReport) {
+  using Settings = std::vector<std::pair<std::string, std::string>>;
+  const auto settings = [](const std::vector<std::string>& words) {
+    return training_of(parse_command(words).options.value());
+  };
+  const Settings usual = settings({});
+  EXPECT_EQ(usual, (Settings{{"layers", "4"},
+                             {"hidden", "128"},
+                             {"heads", "4"},
+                             {"sequence", "64"},
+                             {"batch", "8"},
+                             {"lr", "0.001"},
+                             {"schedule", "constant"},
+                             {"weight-decay", "0.1"},
+                             {"clip", "1"},
+                             {"beta1", "0.9"},
+                             {"beta2", "0.95"},
+                             {"epsilon", "1e-08"},
+                             {"loss-scale", "65536"},
+                             {"seed", "1"},
+                             {"dropout", "0"},
+                             {"tensor-parallel", "1"},
+                             {"pipeline-parallel", "1"},
+                             {"order", "rank"},
+                             {"device", "host"},
+                             {"matmul", ""},
+                             {"initial", "no"}}));
+  struct Change {
+    std::vector<std::string> words;
+    const char* name;
+    const char* value;
+  };
+  for (const Change& change : {
+           Change{{"--layers", "5"}, "layers", "5"},
+           Change{{"--hidden", "256"}, "hidden", "256"},
+           Change{{"--heads", "8"}, "heads", "8"},
+           Change{{"--sequence", "65"}, "sequence", "65"},
+           Change{{"--batch", "9"}, "batch", "9"},
+           Change{{"--lr", "0.1"}, "lr", "0.1"},
+           Change{{"--schedule", "cosine"}, "schedule", "cosine to 0 in 100 steps"},
+           Change{{"--schedule", "wsd", "--last-lr", "1e-05", "--steps", "70", "--warmup", "70"},
+                  "schedule",
+                  "wsd to 1e-05 in 70 steps, warm-up 70"},
+           Change{{"--warmup", "3"}, "schedule", "constant, warm-up 3"},
+           Change{{"--weight-decay", "0.25"}, "weight-decay", "0.25"},
+           Change{{"--clip", "0"}, "clip", "0"},
+           Change{{"--beta1", "0.5"}, "beta1", "0.5"},
+           Change{{"--beta2", "0.5"}, "beta2", "0.5"},
+           Change{{"--epsilon", "1e-30"}, "epsilon", "1e-30"},
+           Change{{"--loss-scale", "1"}, "loss-scale", "1"},
+           Change{{"--seed", "7"}, "seed", "7"},
+           Change{{"--dropout", "0.5"}, "dropout", "0.5"},
+           Change{{"--tensor-parallel", "2"}, "tensor-parallel", "2"},
+           Change{{"--pipeline-parallel", "2"}, "pipeline-parallel", "2"},
+           Change{{"--order", "group:2"}, "order", "group:2"},
+           Change{{"--order", "fast", "--communicator", "nccl", "--device", "cuda"}, "order", "fast"},
+           Change{{"--device", "cuda:1"}, "device", "cuda"},
+           Change{{"--matmul", "plain"}, "matmul", "plain"},
+           Change{{"--initial", "file"}, "initial", "yes"},
+           Change{{"--vocabulary", "300"}, "vocabulary", "300"},
+           Change{{"--inner", "100"}, "inner", "100"},
+           Change{{"--model", "llama"}, "model", "llama"},
+           Change{{"--model", "llama", "--kv-heads", "2"}, "kv-heads", "2"},
+           Change{{"--model", "llama", "--rope-theta", "500"}, "rope-theta", "500"},
+           Change{{"--model", "llama"}, "kv-heads", "4"},
+           Change{{"--model", "llama"}, "tied-head", "no"},
+           Change{{"--optimizer", "lion"}, "optimizer", "lion"},
+           Change{{"--moments", "bf16"}, "moments", "bf16"},
+           Change{{"--ema", "0.5"}, "ema", "0.5"},
+       }) {
+    SCOPED_TRACE(change.name + std::string(" ") + change.value);
+    const Settings found = settings(change.words);
+    EXPECT_NE(
+        std::find(found.begin(), found.end(), std::pair<std::string, std::string>(change.name, change.value)),
+        found.end());
+    for (const auto& [name, value] : usual) {
+      const auto other = std::find_if(found.begin(), found.end(),
+                                      [&name = name](const auto& one) { return one.first == name; });
+      ASSERT_NE(other, found.end()) << name;
+      const bool follows = name == "order" || name == "device" || name == change.name;
+      if (!follows) {
+        EXPECT_EQ(other->second, value) << name;
+      }
+    }
+  }
+}
+
+TEST(GptCommand, RanksAgreeOnEachOptionThatDecidesTheirOperations) {
+  const auto agreement = [](const std::vector<std::string>& words) {
+    return agreement_of(parse_command(words).options.value());
+  };
+  const auto usual = agreement({});
+  struct Change {
+    std::vector<std::string> words;
+    const char* name;
+    const char* value;
+  };
+  for (const Change& change : {
+           Change{{"--seed", "7"}, "--seed", "7"},
+           Change{{"--steps", "7"}, "--steps", "7"},
+           Change{{"--recompute", "every:2"}, "--recompute", "every:2"},
+           Change{
+               {"--recompute", "block", "--activations", "partition+cpu"}, "--activations", "partition+cpu"},
+           Change{{"--save-state", "d"}, "--save-state", "yes"},
+           Change{{"--save-state", "d", "--save-every", "3"}, "--save-every", "3"},
+           Change{{"--save-state", "d", "--keep", "2"}, "--keep", "2"},
+           Change{{"--load-state", "d"}, "--load-state", "yes"},
+           Change{{"--load-state", "d", "--load-step", "4"}, "--load-step", "4"},
+           Change{{"--export", "f"}, "--export", "yes"},
+           Change{{"--evaluation-text", "t", "--logits", "f"}, "--logits", "yes"},
+           Change{{"--write-tokens", "f"}, "--write-tokens", "yes"},
+           Change{{"--evaluation-text", "t", "--evaluate-every", "2"}, "--evaluate-every", "2"},
+           Change{{"--evaluation-text", "t", "--evaluation-samples", "3"}, "--evaluation-samples", "3"},
+           Change{{"--generate", "5"}, "--generate", "5"},
+           Change{{"--generate", "5", "--prompt", "a\xff"}, "--prompt", "61ff"},
+           Change{{"--generate", "5", "--temperature", "0.5"}, "--temperature", "0.5"},
+       }) {
+    SCOPED_TRACE(change.name);
+    const auto found = agreement(change.words);
+    ASSERT_EQ(found.size(), usual.size());
+    std::string value;
+    for (const auto& [name, one] : found) {
+      if (name == change.name) value = one;
+    }
+    EXPECT_EQ(value, change.value);
+    EXPECT_EQ(std::count(usual.begin(), usual.end(), std::pair<std::string, std::string>(change.name, value)),
+              0);
+  }
+}
+
+TEST(GptCommand, OptionsThatNeedOthersAreRefusedWithoutThem) {
+  struct Mistake {
+    std::vector<std::string> words;
+    const char* answer;
+  };
+  for (const Mistake& mistake : {
+           Mistake{{"--rope-theta", "500"},
+                   "--rope-theta is for rotary position embeddings, which GPT-2 lacks; add --model llama"},
+           Mistake{{"--offload", "optimizer", "--offload-tier", "nvme"},
+                   "--offload-tier is nvme without a directory"},
+           Mistake{{"--activations", "partition"}, "--activations partition needs recomputation"},
+           Mistake{{"--activations", "partition+nvme", "--recompute", "block"},
+                   "--activations is partition+nvme; use keep"},
+           Mistake{{"--activations", "auto", "--recompute", "block", "--memory", "1GiB", "--bucket", "auto"},
+                   "--activations auto fills"},
+           Mistake{{"--recompute", "every:0"}, "--recompute is 'every:0'"},
+           Mistake{{"--communicator", "nccl"}, "add --device cuda, or use auto"},
+           Mistake{{"--nccl-library", "f"}, "--nccl-library is for ranks over NCCL"},
+           Mistake{{"--device", "cuda", "--communicator", "shm"}, "with --device cuda use local"},
+           Mistake{{"--text", "a", "--data", "b"}, "--text and --data both name the text"},
+           Mistake{{"--last-lr", "0.1"}, "add --schedule cosine, say"},
+           Mistake{{"--warmup", "8", "--steps", "7"}, "--warmup is 8 and --steps 7;"},
+           Mistake{{"--evaluation-text", "a", "--evaluation-data", "b"},
+                   "--evaluation-text and --evaluation-data both"},
+           Mistake{{"--evaluate-every", "1"}, "--evaluate-every needs a text to evaluate"},
+           Mistake{{"--evaluation-samples", "1"}, "--evaluation-samples needs a text to evaluate"},
+           Mistake{{"--export", "f", "--export-shard", "1GiB"}, "add --export DIR/"},
+           Mistake{{"--export", "d/", "--export-shard", "0"}, "--export-shard is '0'"},
+           Mistake{{"--logits", "f"}, "--logits needs a text"},
+           Mistake{{"--generate", "1", "--vocabulary", "300"},
+                   "the tokens of a --vocabulary of 300 are not bytes"},
+           Mistake{{"--prompt", "a"}, "add --generate N"},
+           Mistake{{"--temperature", "2"}, "add --generate N"},
+           Mistake{{"--keep", "2"}, "--keep says how many saved states"},
+           Mistake{{"--save-async"}, "--save-async says how to save"},
+           Mistake{{"--load-step", "1"}, "--load-step needs a directory of saved states"},
+           Mistake{{"--elastic", "--save-state", "d"}, "--elastic goes on from the last saved state"},
+           Mistake{{"--tokenizer", "words"}, "--tokenizer is 'words'; use bytes, or bpe FILE"},
+           Mistake{{"--tokenizer", "bytes", "f"}, "--tokenizer is 'bytes f'; use bytes, or bpe FILE"},
+           Mistake{{"--device", "cuda:-1"}, "--device is 'cuda:-1'"},
+           Mistake{{"--dropout", "1"}, "a number of at least 0 and less than 1"},
+           Mistake{{"--loss-scale", "0.5"}, "a number of at least 1"},
+           Mistake{{"--keep", "0"}, "a whole number from 1 to 100000"},
+           Mistake{{"--ranks", "1025"}, "a whole number from 1 to 1024"},
+           Mistake{{"--batch", "16777217"}, "a whole number from 1 to 16777216"},
+           Mistake{{"--report", "same", "--export", "same"}, "--report and --export both name same;"},
+           Mistake{{"--report", "./same", "--data", "same"}, "--report and --data both name ./same;"},
+           Mistake{{"--report", "same", "--text", "other", "same"}, "--report and --text both name same;"},
+           Mistake{{"--timeline", "same", "--evaluation-text", "same"},
+                   "--timeline and --evaluation-text both name"},
+       }) {
+    ::testing::internal::CaptureStderr();
+    const ParsedCommand command = parse_command(mistake.words);
+    const std::string said = ::testing::internal::GetCapturedStderr();
+    EXPECT_EQ(command.exit_code, 2) << mistake.answer;
+    EXPECT_FALSE(command.options.has_value()) << mistake.answer;
+    EXPECT_NE(said.find(mistake.answer), std::string::npos) << said;
+  }
+  // At their edges they are taken.
+  for (const std::vector<std::string>& words :
+       std::vector<std::vector<std::string>>{{"--warmup", "7", "--steps", "7"},
+                                             {"--warmup", "8", "--steps", "0"},
+                                             {"--threads", "256"},
+                                             {"--keep", "100000", "--save-state", "d"},
+                                             {"--ranks", "1024"},
+                                             {"--loss-scale", "1"},
+                                             {"--dropout", "0.999"},
+                                             {"--epsilon", "1e-30"},
+                                             {"--report", "a", "--export", "b"}}) {
+    EXPECT_TRUE(parse_command(words).options.has_value()) << words[0] << " " << words[1];
+  }
+}
+
+TEST(GptCommand, StagesOfAPipelineRecomputeTheLayersOfTheWholeModel) {
+  TrainerOptions o;
+  o.model.layers = 8;
+  o.micro_steps = 3;
+  using Layers = std::vector<std::size_t>;
+  EXPECT_EQ(recomputed_layers(o, {.index = 0, .count = 1}), Layers());
+  o.recompute_every = 3;
+  EXPECT_EQ(recomputed_layers(o, {.index = 0, .count = 1}), (Layers{0, 3, 6}));
+  EXPECT_EQ(recomputed_layers(o, {.index = 1, .count = 4}), (Layers{3}));
+  EXPECT_EQ(recomputed_layers(o, {.index = 2, .count = 4}), Layers());
+  EXPECT_EQ(recomputed_layers(o, {.index = 3, .count = 4}), (Layers{6}));
+  EXPECT_EQ(forwards_ahead({.index = 0, .count = 4}), 3);
+  EXPECT_EQ(forwards_ahead({.index = 3, .count = 4}), 0);
+  EXPECT_EQ(passes_in_flight(o, {.index = 0, .count = 4}), 3) << "no more than micro-steps";
+  EXPECT_EQ(passes_in_flight(o, {.index = 2, .count = 4}), 2);
+  EXPECT_EQ(passes_in_flight(o, {.index = 3, .count = 4}), 1);
 }
 
 TEST(GptCommand, ADeviceBringsItsOwnDefaults) {
