@@ -3,13 +3,17 @@
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
+#include <pthread.h>
 #include <unistd.h>
 
+#include <atomic>
+#include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
 #include <iterator>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "tests/support/temporary_directory.h"
@@ -196,6 +200,41 @@ MemorySnapshot example() {
                                  {"limit_bytes", std::int64_t{3} << 40},
                                  {"device", std::int64_t{-1}}};
   return snapshot;
+}
+
+// Signals cut calls short or end them without a byte.
+TEST(MemorySnapshot, IsWholeDespiteSignals) {
+  const std::string expected = write(example());
+  int ends[2];
+  ASSERT_EQ(::pipe2(ends, O_CLOEXEC), 0);
+  ::fcntl(ends[1], F_SETPIPE_SZ, 4096);
+  struct sigaction interrupts {};
+  struct sigaction before {};
+  interrupts.sa_handler = [](int) {};
+  ASSERT_EQ(::sigaction(SIGUSR1, &interrupts, &before), 0);
+  Status status;
+  std::atomic<bool> done{false};
+  std::thread writer([&] {
+    status = write_memory_snapshot(example(), ends[1]);
+    done = true;
+    ::close(ends[1]);
+    while (done) std::this_thread::yield();
+  });
+  std::string read;
+  char part[512];
+  for (ssize_t count = 1; count > 0;) {
+    ::pthread_kill(writer.native_handle(), SIGUSR1);
+    count = ::read(ends[0], part, sizeof part);
+    if (count > 0) read.append(part, static_cast<std::size_t>(count));
+  }
+  done = false;
+  writer.join();
+  ::close(ends[0]);
+  ::sigaction(SIGUSR1, &before, nullptr);
+
+  EXPECT_TRUE(status.ok()) << status.to_string();
+  EXPECT_EQ(read.size(), expected.size());
+  EXPECT_TRUE(read == expected);
 }
 
 constexpr const char* kPython = R"(

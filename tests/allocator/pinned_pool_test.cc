@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "forebay/units.h"
+#include "runtime/device/forwarding_backend.h"
 #include "runtime/device/host/script.h"
 
 namespace forebay {
@@ -482,6 +483,15 @@ TEST_F(PinnedPoolTest, ARequestLargerThanTheHostIsRefusedBeforeItIsTouched) {
   EXPECT_NE(absurd.status().message().find("free host memory"), std::string::npos)
       << absurd.status().message();
 
+  const std::size_t most_bytes = (std::size_t{1} << 31) * kPage;
+  const std::string too_large = "cannot take " + format_bytes(most_bytes + 1) +
+                                " of pinned host memory at once: a slab has at most " +
+                                format_bytes(most_bytes) + "; ask for less";
+  EXPECT_EQ(pool_->allocate(most_bytes + 1).status().message(), too_large);
+  EXPECT_EQ(pool_->prewarm(most_bytes + kPage).message(), too_large);
+  EXPECT_EQ(pool_->prewarm(1, most_bytes + kPage).message(), too_large);
+  EXPECT_EQ(pool_->allocate(most_bytes).status().message().find("cannot allocate 8.00 TiB of pinned host "),
+            0u);
   EXPECT_EQ(pool_->allocate(SIZE_MAX).status().code(), StatusCode::kOutOfMemory);
   EXPECT_EQ(pool_->prewarm(SIZE_MAX).code(), StatusCode::kOutOfMemory);
   EXPECT_EQ(pool_->prewarm(std::size_t{4} << 40).code(), StatusCode::kOutOfMemory);
@@ -496,6 +506,60 @@ TEST_F(PinnedPoolTest, WorksIfTheNumaNodeDoesNotExist) {
   make({.numa_node = 1023});
 
   EXPECT_TRUE(pool_->allocate(1_MiB).ok());
+}
+
+// Each figure is one that no other has.
+TEST_F(PinnedPoolTest, ReportsEachFigureInItsPlace) {
+  make({.slab_bytes = 16_MiB});
+  ASSERT_TRUE(pool_->prewarm(40_MiB).ok());
+  Gate gate(*backend_);
+  std::byte* const pending = pool_->allocate(8_MiB - 7).value();
+  ASSERT_TRUE(pool_->allocate(9_MiB - 5).ok());
+  gate.hold();
+  ASSERT_TRUE(pool_->free(pending, gate.stream()).ok());
+
+  EXPECT_EQ(pool_->report(),
+            "pinned host memory for host: of 40.00 MiB held, 9.00 MiB are in use, 8.00 MiB wait for streams, "
+            "and 23.00 MiB are free in pieces of at most 16.00 MiB\n"
+            "  3 slabs, 0 B in reserved huge pages; live blocks asked for 9.00 MiB; at most 40.00 MiB held "
+            "for 17.00 MiB asked for\n");
+  const PinnedPoolStatistics statistics = pool_->statistics();
+  EXPECT_EQ(statistics.requested_bytes, 9_MiB - 5);
+  EXPECT_EQ(statistics.peak_requested_bytes, 17_MiB - 12);
+  EXPECT_EQ(statistics.live_bytes, 9_MiB);
+  EXPECT_EQ(statistics.allocation_count, 2u);
+}
+
+class QueryCountingBackend final : public ForwardingBackend {
+ public:
+  using ForwardingBackend::ForwardingBackend;
+  Result<bool> event_query(Event event) override {
+    ++query_count;
+    return ForwardingBackend::event_query(event);
+  }
+  int query_count = 0;
+};
+
+// Later events of a stream that has not come to the first one need not be asked for.
+TEST_F(PinnedPoolTest, AsksABusyStreamOnceAndReusesItsEvents) {
+  QueryCountingBackend backend(*backend_);
+  const auto pool = std::move(PinnedPool::create(backend, {.slab_bytes = 1})).value();
+  Gate gate(*backend_);
+  std::vector<std::byte*> blocks;
+  for (int i = 0; i < 5; ++i) blocks.push_back(pool->allocate(1_MiB).value());
+  gate.hold();
+  for (std::byte* block : blocks) ASSERT_TRUE(pool->free(block, gate.stream()).ok());
+  EXPECT_EQ(backend_->call_count(HostCall::kEventCreate), 5u);
+
+  std::byte* const other = pool->allocate(1_MiB).value();
+  EXPECT_EQ(backend.query_count, 1);
+  gate.drain();
+  for (std::byte*& block : blocks) block = pool->allocate(1_MiB).value();
+  EXPECT_EQ(backend.query_count, 6);
+  for (std::byte* block : blocks) ASSERT_TRUE(pool->free(block, gate.stream()).ok());
+  EXPECT_EQ(backend_->call_count(HostCall::kEventCreate), 5u);
+  ASSERT_TRUE(pool->free(other, {}).ok());
+  gate.drain();
 }
 
 TEST_F(PinnedPoolTest, ReportsHeldMemoryAndResetsPeaks) {

@@ -157,7 +157,10 @@ TEST_F(ArenaTest, RefusesAddressesThatAreNotTheStartOfALiveBlock) {
   std::byte local;
 
   EXPECT_NE(arena_->free(block + 512, {}).message().find("inside a live block"), std::string::npos);
-  EXPECT_EQ(arena_->free(&local, {}).code(), StatusCode::kInvalidArgument);
+  EXPECT_NE(arena_->free(&local, {})
+                .message()
+                .find("the arena does not own that address; free it where it was allocated"),
+            std::string::npos);
   EXPECT_EQ(arena_->free(nullptr, {}).code(), StatusCode::kInvalidArgument);
   EXPECT_EQ(arena_->record_stream(block + 512, streams_[0]).code(), StatusCode::kInvalidArgument);
   EXPECT_EQ(arena_->block_bytes(block + 512), 0u);
@@ -455,6 +458,85 @@ TEST_F(ArenaTest, ReportsFreeMemoryInChunksOfLiveBlocks) {
   const std::string message = arena_->allocate({.bytes = 2 * kChunk}).status().message();
   EXPECT_NE(message.find("512.00 KiB free now in pieces of at most 32.00 KiB"), std::string::npos) << message;
   EXPECT_NE(message.find("free the blocks that share chunks with free memory"), std::string::npos) << message;
+  // As many bytes are free as are asked for, in pieces; of one granule more there are too few.
+  const std::string enough = arena_->allocate({.bytes = 8 * kChunk}).status().message();
+  EXPECT_NE(enough.find("0 B not taken yet; free the blocks that share chunks with free memory, or raise"),
+            std::string::npos)
+      << enough;
+  const std::string more = arena_->allocate({.bytes = 8 * kChunk + 512}).status().message();
+  EXPECT_NE(more.find("0 B not taken yet; free blocks, or raise"), std::string::npos) << more;
+}
+
+// Each figure is one that no other has.
+TEST_F(ArenaTest, ReportsEachFigureInItsPlace) {
+  give(take(14 * kChunk + 512));
+  arena_->trim();
+  const Tag buckets = arena_->tag_create("buckets", 6 * kChunk).value();
+  const Tag rollout = arena_->tag_create({.name = "rollout", .pausable = true}).value();
+  const Tag longest = arena_->tag_create("a-name-of-thirty-one-characters-and-more", 0).value();
+  ASSERT_TRUE(arena_->slot_create(kChunk + 1024, buckets).ok());
+  give(take(kChunk / 2, {}, Region::kTransient, buckets));
+  const DevicePtr rolled = take(2 * kChunk + kChunk / 2, {}, Region::kTransient, rollout);
+  take(kChunk / 2, {}, Region::kTransient, rollout);
+  give(rolled);
+  take(512);
+  take(4 * kChunk, streams_[1], Region::kTransient, longest);
+  const DevicePtr waiting = take(2 * kChunk, streams_[0]);
+  take(kChunk + 512, streams_[1]);
+  hold(streams_[0]);
+  give(waiting, streams_[0]);
+
+  EXPECT_EQ(
+      arena_->report(),
+      "arena on host: limit 1.00 MiB, reserved 896.00 KiB (peak 960.00 KiB), live 418.00 KiB (peak "
+      "896.50 KiB)\n"
+      "  free 127.00 KiB in pieces of at most 63.50 KiB, 128.00 KiB waiting for streams, 160.00 KiB of "
+      "pausable tags and captures, 0 B not mapped, 0 B lost to failed calls\n"
+      "  tag                                     live         peak        limit     in slots  "
+      "allocations\n"
+      "  untagged                           65.00 KiB   896.50 KiB            -          0 B            "
+      "4\n"
+      "  buckets                            65.00 KiB    97.00 KiB   384.00 KiB   128.00 KiB            "
+      "1\n"
+      "  rollout                            32.00 KiB   192.00 KiB            -          0 B            "
+      "2\n"
+      "  a-name-of-thirty-one-characters   256.00 KiB   256.00 KiB            -          0 B            "
+      "1\n");
+  const std::string message = arena_->allocate({.bytes = 15 * kChunk}).status().message();
+  EXPECT_NE(message.find("0 B held but not mapped, 128.00 KiB not taken yet, 160.00 KiB kept for other "
+                         "pausable tags and captures; synchronize the streams that use freed blocks and ask "
+                         "again, free blocks, or raise"),
+            std::string::npos)
+      << message;
+}
+
+// While a stream is captured nothing is mapped anew, however much is free.
+TEST_F(ArenaTest, OutOfMemoryDuringACaptureSaysSo) {
+  const Capture capture = arena_->capture_begin(streams_[0]).value();
+  take(12 * kChunk);
+
+  const std::string message = arena_->allocate({.bytes = 5 * kChunk}).status().message();
+  EXPECT_NE(
+      message.find("256.00 KiB not taken yet; end the capture, during which nothing is mapped anew, free "
+                   "blocks, or raise"),
+      std::string::npos)
+      << message;
+  ASSERT_TRUE(arena_->capture_end(capture).ok());
+}
+
+// The limit can be raised by a chunk or more, or not at all.
+TEST_F(ArenaTest, AdvisesToRaiseTheLimitOnlyWhereTheDeviceHasMore) {
+  const auto advice = [&](std::size_t memory_bytes) {
+    remake(16 * kChunk, memory_bytes);
+    take(16 * kChunk);
+    const std::string message = arena_->allocate({.bytes = 1}).status().message();
+    return message.substr(message.find("not taken yet"), message.find('\n') - message.find("not taken yet"));
+  };
+
+  EXPECT_EQ(advice(16 * kChunk), "not taken yet; free blocks");
+  EXPECT_EQ(advice(17 * kChunk),
+            "not taken yet; free blocks, or raise the limit (ArenaOptions::limit_bytes; the device has 1.06 "
+            "MiB)");
 }
 
 TEST_F(ArenaTest, ReportsThatARequestCanNeverFit) {
@@ -494,7 +576,18 @@ TEST_F(ArenaTest, EnforcesTheLimitOfATagOverBlocksAndSlots) {
   const Slot slot = arena_->slot_create(kChunk / 2, tag).value();
   auto refused = arena_->allocate({.bytes = kChunk, .tag = tag});
   EXPECT_EQ(refused.status().code(), StatusCode::kOutOfMemory);
-  EXPECT_NE(refused.status().message().find("'buckets': its limit is 128.00 KiB"), std::string::npos);
+  EXPECT_EQ(refused.status().message().find(
+                "cannot allocate 64.00 KiB for 'buckets': its limit is 128.00 KiB, of which 96.00 KiB is "
+                "live; free some of it or raise the limit of the tag\narena on host: limit 1.00 MiB"),
+            0u)
+      << refused.status().message();
+  // As much as the limit does not count as more than the limit.
+  const std::string all = arena_->allocate({.bytes = 2 * kChunk, .tag = tag}).status().message();
+  EXPECT_NE(all.find("its limit is 128.00 KiB, of which 96.00 KiB is live"), std::string::npos) << all;
+  const std::string slot_refusal = arena_->slot_create(kChunk, tag).status().message();
+  EXPECT_EQ(
+      slot_refusal.find("cannot create a slot of 64.00 KiB for 'buckets': its limit is 128.00 KiB, of "), 0u)
+      << slot_refusal;
   EXPECT_EQ(arena_->slot_create(kChunk, tag).status().code(), StatusCode::kOutOfMemory);
 
   give(block);
@@ -518,10 +611,15 @@ TEST_F(ArenaTest, CountsLiveAndPeakBytesPerTag) {
   EXPECT_EQ(arena_->statistics(tag).live_bytes, 0u);
   EXPECT_EQ(arena_->statistics(tag).requested_bytes, 0u);
   EXPECT_EQ(arena_->statistics(tag).peak_live_bytes, 3072 + kChunk + 512);
+  EXPECT_EQ(arena_->statistics(tag).peak_requested_bytes, 3000 + kChunk + 100);
+  EXPECT_EQ(arena_->statistics(tag).reserved_bytes, 0u);
   EXPECT_EQ(arena_->statistics(tag).peak_reserved_bytes, 2 * kChunk);
   arena_->reset_peaks();
   EXPECT_EQ(arena_->statistics(tag).peak_live_bytes, 0u);
   EXPECT_EQ(arena_->statistics().peak_live_bytes, 512u);
+  EXPECT_EQ(arena_->statistics().peak_requested_bytes, 512u);
+  EXPECT_EQ(arena_->statistics(tag).peak_requested_bytes, 0u);
+  EXPECT_EQ(arena_->statistics(tag).peak_reserved_bytes, 0u);
   // Two for the slot, one for small blocks, one for the others.
   EXPECT_EQ(arena_->statistics().peak_reserved_bytes, 4 * kChunk);
 

@@ -11,6 +11,7 @@
 #include <random>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "forebay/arena.h"
 #include "forebay/model_backend.h"
@@ -187,6 +188,156 @@ TEST(LearnedPlacements, AMappingAcrossTheFirstAddressIsRefused) {
   moved.mappings = {{learned.reserve_bytes - kTebibyte, 0}};
   EXPECT_TRUE(moved.move_to(2_MiB, kTebibyte, 0).ok());
   EXPECT_EQ(moved.mappings[0].offset, 0u);
+}
+
+internal::LearnedPlacements by_hand() {
+  internal::LearnedPlacements learned;
+  learned.granule_bytes = 2_MiB;
+  learned.reserve_bytes = 64_MiB;
+  learned.transient_offset = 16_MiB;
+  learned.peak_live_bytes = (std::size_t{1} << 52) - 512;
+  learned.chunk_bytes = {4_MiB, 2_MiB};
+  learned.mappings = {{0, 0}, {4_MiB, 1}, {38_MiB, 1}, {60_MiB, 0}};
+  learned.placements = {{512, 0, 3, 64_MiB - 512}, {64_MiB, 64_MiB, 31, 0}};
+  return learned;
+}
+
+TEST(LearnedPlacements, AreReadAsTheyWereWritten) {
+  const internal::LearnedPlacements written = by_hand();
+  const auto read = internal::LearnedPlacements::decode(written.encode());
+
+  ASSERT_TRUE(read.ok()) << read.status().message();
+  const internal::LearnedPlacements& learned = read.value();
+  EXPECT_EQ(learned.granule_bytes, 2_MiB);
+  EXPECT_EQ(learned.reserve_bytes, 64_MiB);
+  EXPECT_EQ(learned.transient_offset, 16_MiB);
+  EXPECT_EQ(learned.peak_live_bytes, (std::size_t{1} << 52) - 512);
+  EXPECT_EQ(learned.chunk_bytes, written.chunk_bytes);
+  EXPECT_EQ(learned.held_bytes(), 6_MiB);
+  ASSERT_EQ(learned.mappings.size(), 4u);
+  EXPECT_EQ(learned.mappings[2].offset, 38_MiB);
+  EXPECT_EQ(learned.mappings[2].chunk, 1u);
+  ASSERT_EQ(learned.placements.size(), 2u);
+  EXPECT_EQ(learned.placements[0].bytes, 512u);
+  EXPECT_EQ(learned.placements[0].live_bytes, 0u);
+  EXPECT_EQ(learned.placements[0].kind, 3u);
+  EXPECT_EQ(learned.placements[0].offset, 64_MiB - 512);
+  EXPECT_EQ(learned.placements[1].live_bytes, 64_MiB);
+}
+
+// Files with a right sum whose numbers cannot be those of an arena, and their neighbours that can.
+TEST(LearnedPlacements, NumbersThatNoArenaHasAreRefused) {
+  struct Case {
+    const char* what;
+    bool is_possible;
+    void (*change)(internal::LearnedPlacements& learned);
+  };
+  const Case cases[] = {
+      {"nothing", true, [](auto&) {}},
+      {"granules of no power of two", false,
+       [](auto& l) { l = {.granule_bytes = 3_MiB, .reserve_bytes = 48_MiB, .transient_offset = 0}; }},
+      {"a reservation of half granules", false,
+       [](auto& l) {
+         l.mappings.clear();
+         l.placements.clear();
+         l.reserve_bytes = 65_MiB;
+       }},
+      {"a border inside a granule", false, [](auto& l) { l.transient_offset = 17_MiB; }},
+      {"a border at the end", true, [](auto& l) { l.transient_offset = 64_MiB; }},
+      {"a border behind the end", false, [](auto& l) { l.transient_offset = 66_MiB; }},
+      {"too high a peak", false, [](auto& l) { l.peak_live_bytes = std::size_t{1} << 52; }},
+      {"a chunk of nothing", false, [](auto& l) { l.chunk_bytes.push_back(0); }},
+      {"a chunk of half granules", false, [](auto& l) { l.chunk_bytes.push_back(3_MiB); }},
+      {"a chunk of all addresses", true, [](auto& l) { l.chunk_bytes.push_back(64_MiB); }},
+      {"a chunk of more", false, [](auto& l) { l.chunk_bytes.push_back(66_MiB); }},
+      {"a mapping of no chunk", false, [](auto& l) { l.mappings[2].chunk = 2; }},
+      {"a mapping inside a granule", false, [](auto& l) { l.mappings[2].offset = 39_MiB; }},
+      {"mappings that overlap", false, [](auto& l) { l.mappings[1].offset = 2_MiB; }},
+      {"a mapping behind the end", false, [](auto& l) { l.mappings[3].offset = 62_MiB; }},
+      {"a block of nothing", false, [](auto& l) { l.placements[0].bytes = 0; }},
+      {"a block of more than all", false, [](auto& l) { l.placements[1].bytes = 64_MiB + 512; }},
+      {"a block behind the end", false, [](auto& l) { l.placements[0].bytes = 1024; }},
+      {"more live than there is", false, [](auto& l) { l.placements[1].live_bytes = 64_MiB + 512; }},
+      {"a kind behind the last", false, [](auto& l) { l.placements[1].kind = 32; }},
+  };
+  for (const Case& one : cases) {
+    internal::LearnedPlacements learned = by_hand();
+    one.change(learned);
+    EXPECT_EQ(check_learned_placements(learned.encode()).ok(), one.is_possible) << one.what;
+  }
+  // Bytes behind the last number, or a sum that is cut off.
+  const std::string text = by_hand().encode();
+  const std::size_t head = internal::kLearnedHeadline.size() + internal::kLearnedVersion.size();
+  std::string body = text.substr(head + 8) + '\0';
+  std::string longer = text.substr(0, head);
+  const std::uint64_t sum = internal::learned_checksum(body);
+  for (int i = 0; i < 8; ++i) longer.push_back(static_cast<char>(sum >> (8 * i)));
+  EXPECT_NE(check_learned_placements(longer + body).message().find("damaged or not complete"),
+            std::string::npos);
+  for (const std::size_t bytes : {head, head + 7, head + 8}) {
+    EXPECT_NE(check_learned_placements(text.substr(0, bytes)).message().find("damaged or not complete"),
+              std::string::npos)
+        << bytes;
+  }
+}
+
+// Persistent blocks stay, transient ones keep their distance to their border, and those of the upper half
+// their distance to the end.
+TEST(LearnedPlacements, MoveWithTheirRegion) {
+  internal::LearnedPlacements learned = by_hand();
+  learned.mappings = {{12_MiB, 0}, {16_MiB, 0}, {38_MiB, 1}, {40_MiB, 1}, {60_MiB, 0}};
+  learned.placements = {{512, 0, 1, 16_MiB - 512},
+                        {512, 0, 1, 16_MiB},
+                        {512, 0, 1, 40_MiB - 512},
+                        {512, 0, 1, 40_MiB},
+                        {512, 0, 1, 64_MiB - 512}};
+  ASSERT_TRUE(learned.move_to(1_MiB, 128_MiB, 32_MiB).ok());
+
+  std::vector<std::size_t> offsets;
+  for (const auto& mapping : learned.mappings) offsets.push_back(mapping.offset);
+  EXPECT_EQ(offsets, (std::vector<std::size_t>{12_MiB, 32_MiB, 54_MiB, 104_MiB, 124_MiB}));
+  offsets.clear();
+  for (const auto& placement : learned.placements) offsets.push_back(placement.offset);
+  EXPECT_EQ(offsets, (std::vector<std::size_t>{16_MiB - 512, 32_MiB, 56_MiB - 512, 104_MiB, 128_MiB - 512}));
+  EXPECT_EQ(learned.granule_bytes, 1_MiB);
+  EXPECT_EQ(learned.reserve_bytes, 128_MiB);
+  EXPECT_EQ(learned.transient_offset, 32_MiB);
+}
+
+TEST(LearnedPlacements, FitFewerAddressesWhereTheyDoNotMeet) {
+  struct Case {
+    const char* what;
+    std::vector<internal::LearnedMapping> mappings;
+    std::vector<internal::LearnedPlacement> placements;
+    std::size_t granule_bytes;
+    bool fits;
+  };
+  // They move from 64 MiB with the border at 16 MiB to 32 MiB with the border at 8.
+  const Case cases[] = {
+      {"side by side", {{4_MiB, 0}, {16_MiB, 0}}, {}, 2_MiB, true},
+      {"one over the other", {{6_MiB, 0}, {16_MiB, 0}}, {}, 2_MiB, false},
+      {"both ends meet", {{32_MiB, 0}, {60_MiB, 0}}, {}, 2_MiB, true},
+      {"both ends overlap", {{36_MiB, 1}, {60_MiB, 0}}, {}, 2_MiB, false},
+      {"across the middle", {{38_MiB, 0}}, {}, 2_MiB, false},
+      {"larger granules", {{4_MiB, 1}}, {}, 4_MiB, false},
+      {"a larger granule in which it begins", {{2_MiB, 0}}, {}, 4_MiB, false},
+      {"a block at the end", {}, {{1_MiB, 0, 0, 63_MiB}}, 2_MiB, true},
+      {"a block that is too large", {}, {{32_MiB, 0, 0, 16_MiB}}, 2_MiB, false},
+      {"a block as large as the rest", {}, {{24_MiB, 0, 0, 16_MiB}}, 2_MiB, true},
+      {"a persistent block behind the end", {}, {{512, 0, 0, 16_MiB - 512}}, 2_MiB, true},
+  };
+  for (const Case& one : cases) {
+    internal::LearnedPlacements learned = by_hand();
+    learned.mappings = one.mappings;
+    learned.placements = one.placements;
+    EXPECT_EQ(learned.move_to(one.granule_bytes, 32_MiB, 8_MiB).ok(), one.fits) << one.what;
+  }
+  internal::LearnedPlacements beyond = by_hand();
+  beyond.mappings.clear();
+  beyond.placements = {{512, 0, 0, 8_MiB}};
+  EXPECT_FALSE(beyond.move_to(2_MiB, 8_MiB, 8_MiB).ok());
+  beyond.placements = {{512, 0, 0, 8_MiB - 512}};
+  EXPECT_TRUE(beyond.move_to(2_MiB, 8_MiB, 8_MiB).ok());
 }
 
 TEST(LearnedPlacements, AreLearntFromNothingLiveOn) {

@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
@@ -10,6 +11,7 @@
 #include <mutex>
 #include <random>
 #include <thread>
+#include <variant>
 #include <vector>
 
 #include "forebay/arena.h"
@@ -645,6 +647,9 @@ TEST_F(ArenaViewsTest, HistoryTellsTheLatestEventsInOrder) {
   EXPECT_EQ(events[0].size, kChunk);
   EXPECT_EQ(events[0].stream, stream);
   EXPECT_EQ(events[1].action, SnapshotAction::kSegmentMap);
+  EXPECT_EQ(events[1].address, address(second));
+  EXPECT_EQ(events[1].size, 2 * kChunk);
+  EXPECT_EQ(events[1].stream, 0u);
   EXPECT_EQ(events[2].action, SnapshotAction::kAlloc);
   EXPECT_EQ(events[2].address, address(second));
   EXPECT_EQ(events[3].action, SnapshotAction::kOutOfMemory);
@@ -654,7 +659,63 @@ TEST_F(ArenaViewsTest, HistoryTellsTheLatestEventsInOrder) {
   EXPECT_EQ(events[4].address, address(first));
   EXPECT_EQ(events[4].stream, stream);
   EXPECT_EQ(events[5].action, SnapshotAction::kFreeCompleted);
+  EXPECT_EQ(events[5].address, address(second));
+  EXPECT_EQ(events[5].size, 2 * kChunk);
   EXPECT_EQ(events[5].stream, 0u);
+  const auto now_us = static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::microseconds>(
+                                                     std::chrono::system_clock::now().time_since_epoch())
+                                                     .count());
+  EXPECT_LE(events[5].time_us, now_us);
+  EXPECT_GT(events[5].time_us + 3'600'000'000, now_us) << "an hour ago";
+  // The first attempt may only record the event of the stream.
+  std::size_t trimmed_bytes = 0;
+  for (int i = 0; i < 3; ++i) {
+    trimmed_bytes += arena_->trim();
+    ASSERT_TRUE(backend_->stream_synchronize(streams_[0]).ok());
+  }
+  ASSERT_EQ(trimmed_bytes, 3 * kChunk);
+  const std::vector<SnapshotEvent> later = arena_->snapshot().device_traces.at(0);
+  EXPECT_EQ(later.back().action, SnapshotAction::kSegmentUnmap);
+  std::uint64_t unmapped = 0;
+  for (const SnapshotEvent& event : later)
+    unmapped += event.action == SnapshotAction::kSegmentUnmap ? event.size : 0;
+  EXPECT_EQ(unmapped, 3 * kChunk);
+}
+
+TEST_F(ArenaViewsTest, ASnapshotTellsEachBlock) {
+  make({.limit_bytes = 8 * kChunk, .largest_chunk_bytes = kChunk});
+  const DevicePtr first = take(kChunk - 100, streams_[0]);
+  const DevicePtr second = take(2 * kChunk, streams_[1]);
+  const DevicePtr third = take(kChunk, streams_[1]);
+  Gate gate;
+  ASSERT_TRUE(backend_->call_host(streams_[1], &Gate::wait, &gate).ok());
+  give(second, streams_[1]);
+  const MemorySnapshot snapshot = arena_->snapshot();
+  gate.open();
+  ASSERT_TRUE(backend_->stream_synchronize(streams_[1]).ok());
+
+  const auto address = [](DevicePtr block) { return reinterpret_cast<std::uintptr_t>(block); };
+  ASSERT_EQ(snapshot.segments.size(), 1u);
+  const SnapshotSegment& segment = snapshot.segments[0];
+  EXPECT_EQ(segment.address, address(first));
+  EXPECT_EQ(segment.stream, reinterpret_cast<std::uintptr_t>(streams_[0].handle));
+  EXPECT_EQ(segment.total_size, 4 * kChunk);
+  EXPECT_EQ(segment.allocated_size, 2 * kChunk);
+  EXPECT_EQ(segment.active_size, 4 * kChunk);
+  EXPECT_EQ(segment.requested_size, 2 * kChunk - 100);
+  ASSERT_EQ(segment.blocks.size(), 3u);
+  EXPECT_EQ(segment.blocks[0].requested_size, kChunk - 100);
+  EXPECT_EQ(segment.blocks[0].state, SnapshotBlockState::kActiveAllocated);
+  EXPECT_EQ(segment.blocks[1].address, address(second));
+  EXPECT_EQ(segment.blocks[1].size, 2 * kChunk);
+  EXPECT_EQ(segment.blocks[1].requested_size, 0u);
+  EXPECT_EQ(segment.blocks[1].state, SnapshotBlockState::kActivePendingFree);
+  EXPECT_EQ(segment.blocks[2].requested_size, kChunk);
+  ASSERT_EQ(snapshot.allocator_settings.size(), 3u);
+  EXPECT_EQ(std::get<std::int64_t>(snapshot.allocator_settings[1].value), 8 * kChunk);
+  EXPECT_EQ(std::get<std::int64_t>(snapshot.allocator_settings[2].value), kChunk);
+  give(first, streams_[0]);
+  give(third, streams_[1]);
 }
 
 TEST_F(ArenaViewsTest, CountsPerStream) {
@@ -670,6 +731,12 @@ TEST_F(ArenaViewsTest, CountsPerStream) {
   EXPECT_EQ(arena_->statistics(streams_[0]).live_bytes, 0u) << "whom it was allocated for";
   EXPECT_EQ(arena_->statistics(streams_[0]).peak_live_bytes, 1024u);
   EXPECT_EQ(arena_->statistics(streams_[0]).allocation_count, 1u);
+  EXPECT_EQ(arena_->statistics(streams_[0]).requested_bytes, 0u);
+  EXPECT_EQ(arena_->statistics(streams_[0]).peak_requested_bytes, 1000u);
+  arena_->reset_peaks();
+  EXPECT_EQ(arena_->statistics(streams_[0]).peak_live_bytes, 0u);
+  EXPECT_EQ(arena_->statistics(streams_[0]).peak_requested_bytes, 0u);
+  EXPECT_EQ(arena_->statistics(streams_[1]).peak_live_bytes, kChunk);
 }
 
 constexpr const char* kPython = R"(

@@ -8,11 +8,13 @@
 #include <algorithm>
 #include <cstring>
 #include <fstream>
+#include <functional>
 #include <iterator>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "runtime/command/page/report_page.h"
@@ -606,21 +608,118 @@ TEST_F(EventFile, TheOldestEventOfAFullRingMayBeIncomplete) {
 }
 
 TEST_F(EventFile, InvalidContentsAreRefused) {
+  struct Case {
+    const char* what;
+    bool is_sound;
+    std::function<void()> change;
+  };
+  const std::uint64_t event_bytes = header().block_offset - header().event_offset;
+  const std::uint64_t block_bytes = bytes_.size() - header().block_offset;
+  const Case cases[] = {
+      {"nothing", true, [] {}},
+      {"another magic number", false, [&] { header().magic = 1; }},
+      {"another size of the header", false, [&] { header().bytes += 8; }},
+      {"events within the header", false,
+       [&] { header().event_offset = sizeof(PreloadEventsHeader) / 32 * 32; }},
+      {"events behind the table", false, [&] { header().block_offset = header().event_offset - 32; }},
+      {"no event and no room for one", true,
+       [&] {
+         header().block_offset = header().event_offset;
+         header().event_capacity = header().written = header().block_count = 0;
+       }},
+      {"a table behind the end", false,
+       [&] {
+         header().block_offset = bytes_.size() + 32;
+         header().block_count = 0;
+       }},
+      {"a table at the end", true,
+       [&] {
+         header().block_offset = bytes_.size();
+         header().block_count = 0;
+       }},
+      {"events at an odd place", false,
+       [&] {
+         header().event_offset += 8;
+         header().event_capacity -= 1;
+       }},
+      {"a table at an odd place", false,
+       [&] {
+         header().block_offset -= 8;
+         header().event_capacity -= 1;
+       }},
+      {"as many events as there is room for", true, [&] { header().event_capacity = event_bytes / 32; }},
+      {"one event more", false, [&] { header().event_capacity = event_bytes / 32 + 1; }},
+      {"very many events", false, [&] { header().event_capacity = UINT64_MAX / 2; }},
+      {"as many blocks as there is room for", true, [&] { header().block_count = block_bytes / 32; }},
+      {"one block more", false, [&] { header().block_count = block_bytes / 32 + 1; }},
+      {"very many blocks", false, [&] { header().block_count = UINT64_MAX / 2; }},
+      {"the file's beginning alone", false, [&] { bytes_.resize(100); }},
+      {"no kind of event", false, [&] { event(1).kind = PreloadEventKind{0}; }},
+      {"the last kind of event", true, [&] { event(1).kind = PreloadEventKind::kUntracked; }},
+      {"a kind of event behind the last", false, [&] { event(1).kind = PreloadEventKind{6}; }},
+      {"the last server", true, [&] { event(1).server = PreloadServer{kPreloadServerCount - 1}; }},
+      {"a server behind the last", false, [&] { event(1).server = PreloadServer{kPreloadServerCount}; }},
+      {"the last stream", true, [&] { event(1).stream = kPreloadStreamLimit - 1; }},
+      {"a stream behind the last", false, [&] { event(1).stream = kPreloadStreamLimit; }},
+  };
   const std::string sound = bytes_;
-  event(1).kind = static_cast<PreloadEventKind>(0xEE);
-  EXPECT_EQ(read().status().code(), StatusCode::kCorruption);
-  bytes_ = sound;
-  header().magic = 1;
-  EXPECT_EQ(read().status().code(), StatusCode::kCorruption);
-  bytes_ = sound;
-  header().event_capacity = UINT64_MAX / 2;
-  EXPECT_EQ(read().status().code(), StatusCode::kCorruption);
-  bytes_ = sound;
-  header().block_count = UINT64_MAX / 2;
-  EXPECT_EQ(read().status().code(), StatusCode::kCorruption);
-  bytes_ = sound.substr(0, 100);
-  EXPECT_EQ(read().status().code(), StatusCode::kCorruption);
+  for (const Case& one : cases) {
+    SCOPED_TRACE(one.what);
+    bytes_ = sound;
+    one.change();
+    EXPECT_EQ(read().status().code(), one.is_sound ? StatusCode::kOk : StatusCode::kCorruption);
+  }
   EXPECT_EQ(read_preload_events(directory_ / "none.events").status().code(), StatusCode::kIoError);
+}
+
+// Each figure is one that no other has.
+TEST_F(EventFile, EachFigureIsReadInItsPlace) {
+  PreloadDeviceCounts& counts = header().devices[63];
+  counts.allocations = 1;
+  counts.frees = 2;
+  counts.refused = 3;
+  counts.requested_bytes = 4;
+  counts.peak_requested_bytes = 5;
+  counts.elsewhere_bytes = 6;
+  counts.arena_bytes = 7;
+  counts.peak_reserved_bytes = 8;
+  counts.capacity_bytes = 9;
+  counts.chunk_bytes = 10;
+  header().devices[7].allocations = 1;
+  header().devices[8].arena_bytes = 1;
+  header().devices[9].frees = 1;
+  header().start_us = 11;
+  header().untold_blocks = 12;
+  const Result<PreloadEventLog> log = read();
+
+  ASSERT_TRUE(log.ok()) << log.status().message();
+  std::vector<int> devices;
+  for (const PreloadDeviceFigures& one : log.value().devices) devices.push_back(one.device);
+  EXPECT_EQ(devices, (std::vector<int>{0, 7, 8, 63}));
+  const PreloadDeviceFigures& figures = log.value().devices.back();
+  EXPECT_EQ(figures.allocations, 1u);
+  EXPECT_EQ(figures.frees, 2u);
+  EXPECT_EQ(figures.refused, 3u);
+  EXPECT_EQ(figures.requested_bytes, 4u);
+  EXPECT_EQ(figures.peak_requested_bytes, 5u);
+  EXPECT_EQ(figures.elsewhere_bytes, 6u);
+  EXPECT_EQ(figures.arena_bytes, 7u);
+  EXPECT_EQ(figures.peak_reserved_bytes, 8u);
+  EXPECT_EQ(figures.capacity_bytes, 9u);
+  EXPECT_EQ(figures.chunk_bytes, 10u);
+  EXPECT_EQ(log.value().start_us, 11u);
+  EXPECT_EQ(log.value().untold_blocks, 12u);
+}
+
+TEST(PreloadEvents, StreamsHaveNames) {
+  for (const auto& [stream, name] : {std::pair<std::uint16_t, const char*>{0, "plain allocations"},
+                                     {1, "the default stream"},
+                                     {2, "threads' default streams"},
+                                     {3, "stream 3"},
+                                     {254, "stream 254"},
+                                     {255, "further streams"}}) {
+    EXPECT_EQ(preload_stream_text(stream), name);
+  }
 }
 
 TEST_F(EventFile, AForeignFileIsLeftOutWithAMessage) {

@@ -246,6 +246,95 @@ TEST(PreloadMemory, AddressesOfAContextThatIsGoneAreNotTheArenas) {
   EXPECT_FALSE(book->is_arena_address(at(0x500000)));
 }
 
+TEST(PreloadMemory, ABlockIsFoundByEachOfItsBytes) {
+  const auto at = [](std::uintptr_t address) { return reinterpret_cast<DevicePtr>(address); };
+  const auto book = std::make_unique<BlockBook>();
+  EXPECT_FALSE(book->add(at(0x2000), {.bytes = 0x1000, .device = 0}));
+  EXPECT_FALSE(book->add(at(0x4000), {.bytes = 0x800, .device = 1}));
+  EXPECT_FALSE(book->add(at(0x9000), {.bytes = 0x800, .device = -1}));
+  DevicePtr begin = nullptr;
+  BlockFacts facts;
+
+  for (const auto& [address, expected] : {std::pair{0x1FFF, 0},
+                                          {0x2000, 0x2000},
+                                          {0x2FFF, 0x2000},
+                                          {0x3000, 0},
+                                          {0x4000, 0x4000},
+                                          {0x47FF, 0x4000},
+                                          {0x4800, 0}}) {
+    const bool found = book->find(at(address), &begin, &facts);
+    EXPECT_EQ(found ? begin : nullptr, at(expected)) << address;
+  }
+  // The range of a device is that of all its blocks; memory of the driver's has none.
+  for (const auto& [address, expected] : {std::pair{0x1FFF, false},
+                                          {0x2000, true},
+                                          {0x2FFF, true},
+                                          {0x3000, false},
+                                          {0x4000, true},
+                                          {0x4800, false},
+                                          {0x9000, false}}) {
+    EXPECT_EQ(book->is_arena_address(at(address)), expected) << address;
+  }
+  BlockFacts lost;
+  EXPECT_TRUE(book->add(at(0x2000), {.bytes = 0x400, .device = 0}, &lost));
+  EXPECT_EQ(lost.bytes, 0x1000u);
+  ASSERT_TRUE(book->take(at(0x2000), &facts));
+  EXPECT_EQ(facts.bytes, 0x400u);
+  EXPECT_FALSE(book->take(at(0x2000), &facts));
+  EXPECT_EQ(book->forget_device(1).size(), 1u);
+  EXPECT_TRUE(book->take(at(0x9000), &facts));
+}
+
+// Blocks of arenas that have a byte in the range.
+TEST(PreloadMemory, PinsTheBlocksThatARangeTouches) {
+  const auto at = [](std::uintptr_t address) { return reinterpret_cast<DevicePtr>(address); };
+  const auto pinned = [&](std::uintptr_t begin, std::size_t bytes) {
+    const auto book = std::make_unique<BlockBook>();
+    book->add(at(0x1000), {.bytes = 0x1000, .device = 0});
+    book->add(at(0x2000), {.bytes = 0x1000, .device = -1});
+    book->add(at(0x3000), {.bytes = 0x1000, .device = 0});
+    book->pin(at(begin), bytes);
+    std::string which;
+    for (const std::uintptr_t address : {0x1000, 0x2000, 0x3000}) {
+      BlockFacts facts;
+      EXPECT_TRUE(book->take(at(address), &facts));
+      which += facts.is_pinned ? '1' : '0';
+    }
+    return which;
+  };
+
+  EXPECT_EQ(pinned(0x0800, 0x0800), "000");
+  EXPECT_EQ(pinned(0x0800, 0x0801), "100");
+  EXPECT_EQ(pinned(0x1FFF, 1), "100");
+  EXPECT_EQ(pinned(0x2000, 0x1000), "000") << "the driver's memory";
+  EXPECT_EQ(pinned(0x2000, 0x1001), "001");
+  EXPECT_EQ(pinned(0x1FFF, 0x1002), "101");
+  EXPECT_EQ(pinned(0x4000, 1), "000");
+}
+
+TEST(PreloadMemory, AParkedBlockServesItsSizeDeviceAndStream) {
+  const auto at = [](std::uintptr_t address) { return reinterpret_cast<DevicePtr>(address); };
+  int one = 0;
+  int two = 0;
+  const Stream first{reinterpret_cast<DriverStream>(&one)};
+  const Stream second{reinterpret_cast<DriverStream>(&two)};
+  const auto book = std::make_unique<BlockBook>();
+  book->park(at(0x1000), {.bytes = 0x1000, .device = 0, .is_pinned = true}, first);
+  book->park(at(0x2000), {.bytes = 0x2000, .device = 1, .is_pinned = true}, Stream());
+
+  EXPECT_EQ(book->unpark(0, 0x1000, second), nullptr);
+  EXPECT_EQ(book->unpark(0, 0x1000, Stream()), nullptr);
+  EXPECT_EQ(book->unpark(0, 0x0FFF, first), nullptr);
+  EXPECT_EQ(book->unpark(1, 0x1000, first), nullptr);
+  EXPECT_EQ(book->unpark(0, 0x2000, first), nullptr);
+  EXPECT_EQ(book->unpark(1, 0x2000, first), at(0x2000)) << "it is idle";
+  EXPECT_EQ(book->unpark(1, 0x2000, first), nullptr);
+  EXPECT_EQ(book->unpark(0, 0x1000, first), at(0x1000));
+  book->park(at(0x1000), {.bytes = 0x1000, .device = 0, .is_pinned = true}, first);
+  EXPECT_TRUE(book->forget_device(0).empty());
+  EXPECT_EQ(book->unpark(0, 0x1000, first), nullptr);
+}
+
 TEST(PreloadMemory, EveryDeviceHasAnArena) {
   const Process::Variables two = {{"FAKE_CUDA_DEVICES", "2"}};
   const PreloadRun bare(matter("devices"), "none", waiting_frees(two));
