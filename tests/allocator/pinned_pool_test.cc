@@ -2,20 +2,25 @@
 #include "forebay/pinned_pool.h"
 
 #include <gtest/gtest.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <cerrno>
+#include <climits>
 #include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <fstream>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <random>
+#include <sstream>
 #include <string>
 #include <thread>
 #include <utility>
@@ -328,6 +333,24 @@ TEST_F(PinnedPoolTest, PrewarmedMemoryServesWithoutAnotherPinCall) {
   EXPECT_EQ(backend_->call_count(HostCall::kPin), pin_count);
 }
 
+TEST_F(PinnedPoolTest, APrewarmedPoolHasAtMostSixteenSmallSlabs) {
+  make({.slab_bytes = 1_MiB});
+  ASSERT_TRUE(pool_->prewarm(64_MiB).ok());
+  EXPECT_EQ(pool_->statistics().slab_count, 16u);
+  EXPECT_EQ(pool_->statistics().held_bytes, 64_MiB);
+}
+
+// A slab for small blocks is a huge page where it may be that large.
+TEST_F(PinnedPoolTest, ASlabForSmallBlocksIsInWholeHugePages) {
+  make({.slab_bytes = 2_MiB});
+  ASSERT_TRUE(pool_->allocate(3 * kPage).ok());
+  EXPECT_EQ(pool_->statistics().held_bytes, 2_MiB);
+
+  make({.slab_bytes = 2_MiB - kPage});
+  ASSERT_TRUE(pool_->allocate(3 * kPage).ok());
+  EXPECT_EQ(pool_->statistics().held_bytes, (2_MiB - kPage) / (3 * kPage) * (3 * kPage));
+}
+
 TEST_F(PinnedPoolTest, SlabsForBlocksOfOneSizeAreMultiplesOfIt) {
   make({.slab_bytes = 16_MiB});
   ASSERT_TRUE(pool_->prewarm(35_MiB, 5_MiB).ok());
@@ -371,6 +394,41 @@ TEST_F(PinnedPoolTest, AfterATrimKeepsNoMoreThanAPoolThatWasNotPrewarmed) {
   EXPECT_EQ(pool_->trim(), 64_MiB);
 
   EXPECT_EQ(held_after_use(), held_bytes);
+}
+
+// Memory that was prewarmed counts as used as far as blocks take it, also freed ones that a stream still
+// uses.
+TEST_F(PinnedPoolTest, KeepsWhatWasPrewarmedAndNoMore) {
+  for (const bool waiting : {false, true}) {
+    make({.slab_bytes = 8_MiB});
+    Gate gate(*backend_);
+    ASSERT_TRUE(pool_->prewarm(64_MiB).ok());
+    std::vector<std::byte*> blocks;
+    for (int i = 0; i < 5; ++i) blocks.push_back(pool_->allocate(8_MiB).value());
+    std::byte* const large = pool_->allocate(48_MiB).value();
+    EXPECT_EQ(pool_->statistics().held_bytes, 112_MiB);
+    gate.hold();
+    for (std::byte* block : blocks) {
+      if (waiting) {
+        ASSERT_TRUE(pool_->free(block, gate.stream()).ok());
+      }
+    }
+    ASSERT_TRUE(pool_->free(large, {}).ok());
+    // 72 MiB are unused, and 24 of them were prewarmed.
+    ASSERT_TRUE(pool_->allocate(49_MiB).ok());
+    EXPECT_EQ(pool_->statistics().held_bytes, 113_MiB) << waiting;
+    gate.drain();
+  }
+}
+
+// Sizes are in pages where they are counted in 32 bits.
+TEST_F(PinnedPoolTest, PrewarmsMoreThanTwoGibibytes) {
+  make({.addresses_only = true});
+  ASSERT_TRUE(pool_->prewarm(2_GiB + kPage).ok());
+  EXPECT_EQ(pool_->statistics().held_bytes, 2_GiB + kPage);
+  make({.addresses_only = true});
+  ASSERT_TRUE(pool_->prewarm(1, 2_GiB + kPage).ok());
+  EXPECT_EQ(pool_->statistics().held_bytes, 2_GiB + kPage);
 }
 
 TEST_F(PinnedPoolTest, StaysWithinItsLimitAndReportsTheHolders) {
@@ -419,6 +477,14 @@ TEST_F(PinnedPoolTest, ARefusedPinIsAnErrorAndChangesNothing) {
   }
   EXPECT_EQ(pool_->statistics().held_bytes, 0u);
   EXPECT_TRUE(pool_->allocate(5_MiB).ok()) << "the next request works";
+}
+
+// The same request would be refused again.
+TEST_F(PinnedPoolTest, ARefusedRequestIsNotRepeatedAsItWas) {
+  fail_next(HostCall::kPin, StatusCode::kOutOfMemory, "full");
+
+  EXPECT_EQ(pool_->allocate(5_MiB).status().code(), StatusCode::kOutOfMemory);
+  EXPECT_EQ(backend_->call_count(HostCall::kPin), 1u);
 }
 
 TEST_F(PinnedPoolTest, TakesNothingAheadWhenOnlyTheRequestFits) {
@@ -492,6 +558,11 @@ TEST_F(PinnedPoolTest, ARequestLargerThanTheHostIsRefusedBeforeItIsTouched) {
   EXPECT_EQ(pool_->prewarm(1, most_bytes + kPage).message(), too_large);
   EXPECT_EQ(pool_->allocate(most_bytes).status().message().find("cannot allocate 8.00 TiB of pinned host "),
             0u);
+  EXPECT_EQ(
+      pool_->prewarm(most_bytes).message().find("cannot prewarm 8.00 TiB of pinned host memory for host: "),
+      0u);
+  EXPECT_NE(pool_->prewarm(1, most_bytes).message().find(": 8.00 TiB are missing and the host has "),
+            std::string::npos);
   EXPECT_EQ(pool_->allocate(SIZE_MAX).status().code(), StatusCode::kOutOfMemory);
   EXPECT_EQ(pool_->prewarm(SIZE_MAX).code(), StatusCode::kOutOfMemory);
   EXPECT_EQ(pool_->prewarm(std::size_t{4} << 40).code(), StatusCode::kOutOfMemory);
@@ -503,9 +574,54 @@ TEST_F(PinnedPoolTest, ZeroSlabBytesAreRefused) {
 }
 
 TEST_F(PinnedPoolTest, WorksIfTheNumaNodeDoesNotExist) {
-  make({.numa_node = 1023});
+  for (const int node : {1023, 1024, INT_MAX}) {
+    make({.numa_node = node});
 
-  EXPECT_TRUE(pool_->allocate(1_MiB).ok());
+    EXPECT_TRUE(pool_->allocate(1_MiB).ok()) << node;
+  }
+}
+
+TEST_F(PinnedPoolTest, PrefersTheGivenNode) {
+  constexpr int kPreferred = 1;       // MPOL_PREFERRED
+  constexpr unsigned kOfAddress = 2;  // MPOL_F_ADDR
+  make({.numa_node = 0});
+  std::byte* const block = pool_->allocate(1_MiB).value();
+  int policy = -1;
+  unsigned long nodes[16] = {};
+  if (::syscall(SYS_get_mempolicy, &policy, nodes, 1024ul, block, kOfAddress) != 0) {
+    GTEST_SKIP() << "this system does not tell where memory is placed: " << std::strerror(errno);
+  }
+  EXPECT_EQ(policy, kPreferred);
+  EXPECT_EQ(nodes[0], 1u);
+}
+
+// As the kernel lists them: dc, not copied to child processes; hg, huge pages asked for.
+TEST_F(PinnedPoolTest, MemoryIsNotForChildrenAndAsksForHugePages) {
+  const auto flags_of = [](const std::byte* block) {
+    std::ifstream maps("/proc/self/smaps");
+    bool found = false;
+    for (std::string line; std::getline(maps, line);) {
+      std::uintptr_t begin = 0;
+      std::uintptr_t end = 0;
+      char minus = 0;
+      std::istringstream words(line);
+      if (words >> std::hex >> begin >> minus >> end && minus == '-') {
+        const auto address = reinterpret_cast<std::uintptr_t>(block);
+        found = begin <= address && address < end;
+      } else if (found && line.rfind("VmFlags:", 0) == 0) {
+        return line + ' ';
+      }
+    }
+    return std::string();
+  };
+  for (const bool huge_pages : {true, false}) {
+    make({.huge_pages = huge_pages});
+    const std::string flags = flags_of(pool_->allocate(4_MiB).value());
+    if (flags.empty()) GTEST_SKIP() << "this system does not list the flags of memory";
+
+    EXPECT_NE(flags.find(" dc "), std::string::npos) << flags;
+    EXPECT_EQ(flags.find(" hg ") != std::string::npos, huge_pages) << flags;
+  }
 }
 
 // Each figure is one that no other has.
@@ -560,6 +676,24 @@ TEST_F(PinnedPoolTest, AsksABusyStreamOnceAndReusesItsEvents) {
   EXPECT_EQ(backend_->call_count(HostCall::kEventCreate), 5u);
   ASSERT_TRUE(pool->free(other, {}).ok());
   gate.drain();
+}
+
+// Sixteen busy streams are remembered; of further ones each block is asked about.
+TEST_F(PinnedPoolTest, AsksAboutEachBlockOfTheSeventeenthBusyStream) {
+  QueryCountingBackend backend(*backend_);
+  const auto pool = std::move(PinnedPool::create(backend, {.slab_bytes = 1})).value();
+  std::vector<std::unique_ptr<Gate>> gates;
+  std::vector<std::byte*> blocks;
+  for (int i = 0; i < 36; ++i) blocks.push_back(pool->allocate(16_KiB).value());
+  for (int i = 0; i < 18; ++i) {
+    gates.push_back(std::make_unique<Gate>(*backend_));
+    gates.back()->hold();
+  }
+  for (int i = 0; i < 36; ++i) ASSERT_TRUE(pool->free(blocks[i], gates[i / 2]->stream()).ok());
+
+  ASSERT_TRUE(pool->allocate(16_KiB).ok());
+  EXPECT_EQ(backend.query_count, 16 + 2 * 2);
+  for (auto& gate : gates) gate->drain();
 }
 
 TEST_F(PinnedPoolTest, ReportsHeldMemoryAndResetsPeaks) {

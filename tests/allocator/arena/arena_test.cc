@@ -4,9 +4,12 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <cstdio>
 #include <cstring>
 #include <set>
+#include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "forebay/units.h"
@@ -559,6 +562,79 @@ TEST_F(ArenaTest, ReportsThatARequestCanNeverFit) {
             std::string::npos);
   remake(16 * kChunk, 256_MiB, 8 * kChunk);
   EXPECT_NE(refusal({.bytes = 9 * kChunk}).find("addresses for 512.00 KiB; reserve more"), std::string::npos);
+}
+
+// A message names the request, the finding and a remedy.
+TEST_F(ArenaTest, RefusalsAreToldExactly) {
+  const Tag pausable = arena_->tag_create({.name = "rollout", .pausable = true}).value();
+  const Slot slot = arena_->slot_create(2 * kChunk, 0).value();
+  const DevicePtr alias = arena_->alias_create(slot, kChunk).value();
+  ASSERT_TRUE(arena_->pause(pausable, false).ok());
+  const auto at = [](DevicePtr address) {
+    char text[32];
+    std::snprintf(text, sizeof text, "%p", static_cast<void*>(address));
+    return std::string(text);
+  };
+  const auto no_tag = [](const std::string& request) {
+    return "cannot " + request + " for tag 2: there is no such tag; make it with tag_create";
+  };
+  const std::string alignment =
+      "it is not a power of two up to the chunk size 65536; ask for less, or for larger chunks "
+      "(ArenaOptions::chunk_bytes)";
+  const std::string no_alias =
+      ": there is no such alias or slot, or the slot is smaller; use an alias of alias_create and a slot "
+      "that is "
+      "at least as large";
+  const std::pair<Status, std::string> cases[] = {
+      {arena_->allocate({.bytes = 1, .tag = 2}).status(), no_tag("allocate")},
+      {arena_->slot_create(1, 2).status(), no_tag("create a slot")},
+      {arena_->pause(2, false), no_tag("pause")},
+      {arena_->resume(2), no_tag("resume")},
+      {arena_->pause(0, false),
+       "cannot pause tag 0: it is not pausable; create it so (TagOptions::pausable)"},
+      {arena_->pause(pausable, false), "cannot pause tag 1: it is paused already; resume it first"},
+      {arena_->resume(0), "cannot resume tag 0: it is not paused; pause it first"},
+      {arena_->allocate({.bytes = 700, .tag = pausable}).status(),
+       "cannot allocate 1.00 KiB for tag 1: the tag is paused; resume it first"},
+      {arena_->allocate({.bytes = 1, .alignment = 768}).status(),
+       "cannot allocate with alignment 768: " + alignment},
+      {arena_->allocate({.bytes = 1, .alignment = 2 * kChunk}).status(),
+       "cannot allocate with alignment 131072: " + alignment},
+      {arena_->allocate({.bytes = 1, .region = Region{2}}).status(),
+       "cannot allocate in region 2: there is no such region; give Region::kPersistent or "
+       "Region::kTransient"},
+      {arena_->slot_create(0, 0).status(),
+       "cannot create a slot of no bytes: it would have no chunk; ask for one"},
+      {arena_->slot_destroy({1}), "cannot destroy slot 1: there is no such slot; was it destroyed already?"},
+      {arena_->slot_destroy(slot), "cannot destroy slot 0: 1 alias shows it; destroy its aliases first"},
+      {arena_->alias_create({1}, 1).status(),
+       "cannot create an alias of slot 1: there is no such slot; make it with slot_create"},
+      {arena_->alias_create(slot, 2 * kChunk + 1).status(),
+       "cannot create an alias of 128.00 KiB: the slot has 128.00 KiB; ask for one byte up to that"},
+      {arena_->alias_move(alias, {1}), "cannot move the alias at " + at(alias) + " to slot 1" + no_alias},
+      {arena_->alias_move(alias + kChunk, slot),
+       "cannot move the alias at " + at(alias + kChunk) + " to slot 0" + no_alias},
+      {arena_->alias_destroy(alias + 512), "cannot destroy the alias at " + at(alias + 512) +
+                                               ": no alias begins there; was it destroyed already?"},
+      {arena_->free(alias, {}),
+       "cannot free " + at(alias) + ": it belongs to an alias of a slot; use alias_destroy"},
+      {arena_->record_stream(alias + 512, streams_[0]),
+       "cannot record a stream for " + at(alias + 512) +
+           ": it belongs to an alias of a slot; use alias_destroy"},
+      {arena_->capture_begin({}).status(),
+       "cannot begin a capture: the stream is null; pass the one that is captured"},
+      {arena_->capture_end({3}), "cannot end capture 3: it is not going on; was it ended already?"},
+      {arena_->capture_release({3}),
+       "cannot release capture 3: it was not ended, or was released already; end it first (capture_end)"},
+      {arena_->learn_begin(), "cannot learn placements: 128.00 KiB are live; begin where nothing is"},
+      {arena_->learn_end().status(), "cannot learn placements: call learn_begin first"},
+  };
+  for (const auto& [status, message] : cases) EXPECT_EQ(status.message(), message);
+  // A slot may be asked for again after its destruction.
+  ASSERT_TRUE(arena_->alias_destroy(alias).ok());
+  ASSERT_TRUE(arena_->slot_destroy(slot).ok());
+  EXPECT_EQ(arena_->alias_create(slot, 1).status().message(),
+            "cannot create an alias of slot 0: there is no such slot; make it with slot_create");
 }
 
 TEST_F(ArenaTest, ATagWithoutANameIsCalledUnnamed) {

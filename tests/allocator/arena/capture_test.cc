@@ -221,7 +221,10 @@ TEST_F(ArenaCaptureTest, RefusesInvalidRequests) {
   EXPECT_EQ(arena_->capture_begin({}).status().code(), StatusCode::kInvalidArgument);
   EXPECT_EQ(arena_->capture_end({}).code(), StatusCode::kInvalidArgument);
   EXPECT_EQ(arena_->capture_release({}).code(), StatusCode::kInvalidArgument);
-  EXPECT_EQ(arena_->capture_end(Capture{0}).code(), StatusCode::kInvalidArgument);
+  for (const std::uint32_t index : {0u, 1u, 2u, 16u, 17u}) {
+    EXPECT_EQ(arena_->capture_end(Capture{index}).code(), StatusCode::kInvalidArgument) << index;
+    EXPECT_EQ(arena_->capture_release(Capture{index}).code(), StatusCode::kInvalidArgument) << index;
+  }
   const Capture capture = begin(streams_[0]);
   EXPECT_EQ(arena_->capture_begin(streams_[0]).status().code(), StatusCode::kInvalidArgument);
   EXPECT_EQ(arena_->capture_release(capture).code(), StatusCode::kInvalidArgument) << "it goes on";
