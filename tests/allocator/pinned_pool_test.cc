@@ -2,6 +2,7 @@
 #include "forebay/pinned_pool.h"
 
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -79,6 +80,18 @@ class Gate {
   std::mutex mutex_;
   std::condition_variable opened_;
   bool held_ = false;
+};
+
+class QueryCountingBackend final : public ForwardingBackend {
+ public:
+  using ForwardingBackend::ForwardingBackend;
+  Result<bool> event_query(Event event) override {
+    ++query_count;
+    if (fails) return Status(StatusCode::kInternal, "scripted");
+    return ForwardingBackend::event_query(event);
+  }
+  int query_count = 0;
+  bool fails = false;
 };
 
 class PinnedPoolTest : public ::testing::Test {
@@ -477,6 +490,66 @@ TEST_F(PinnedPoolTest, ARefusedPinIsAnErrorAndChangesNothing) {
   }
   EXPECT_EQ(pool_->statistics().held_bytes, 0u);
   EXPECT_TRUE(pool_->allocate(5_MiB).ok()) << "the next request works";
+
+  // Only where memory is short a smaller slab is tried.
+  make({});
+  fail_next(HostCall::kPin, StatusCode::kUnsupported, "no more locked pages");
+  EXPECT_EQ(pool_->allocate(16_KiB).status().code(), StatusCode::kUnsupported);
+}
+
+TEST_F(PinnedPoolTest, ARefusedPinNamesTheLimitOnLockedMemory) {
+  rlimit before{};
+  ASSERT_EQ(::getrlimit(RLIMIT_MEMLOCK, &before), 0);
+  for (const rlim_t limit : {rlim_t{64_KiB}, before.rlim_max}) {
+    const rlimit lower{limit, before.rlim_max};
+    ASSERT_EQ(::setrlimit(RLIMIT_MEMLOCK, &lower), 0);
+    fail_next(HostCall::kPin, StatusCode::kUnsupported, "no more locked pages");
+    const std::string message = pool_->allocate(5_MiB).status().message();
+    EXPECT_EQ(message,
+              "cannot allocate 5.00 MiB of pinned host memory for host: a slab of 5.00 MiB cannot be pinned: "
+              "no more "
+              "locked pages; the limit on locked memory (ulimit -l) is " +
+                  (limit == RLIM_INFINITY ? "unlimited" : format_bytes(limit)) +
+                  ": raise it, free host memory, or set limit_bytes");
+  }
+  ASSERT_EQ(::setrlimit(RLIMIT_MEMLOCK, &before), 0);
+}
+
+// An event that cannot be asked about may be that of work that still runs.
+TEST_F(PinnedPoolTest, ABlockWhoseEventFailsIsNotReused) {
+  QueryCountingBackend backend(*backend_);
+  const auto pool = std::move(PinnedPool::create(backend, {.slab_bytes = 1})).value();
+  Gate gate(*backend_);
+  std::byte* const block = pool->allocate(1_MiB).value();
+  ASSERT_TRUE(pool->free(block, gate.stream()).ok());
+  gate.drain();
+  backend.fails = true;
+  EXPECT_NE(pool->allocate(1_MiB).value(), block);
+  backend.fails = false;
+  EXPECT_EQ(pool->allocate(1_MiB).value(), block);
+}
+
+// A 64th of what is held, or 2 MiB if that is more.
+TEST_F(PinnedPoolTest, HoldsAheadInProportionToItsSize) {
+  make({.addresses_only = true});
+  ASSERT_TRUE(pool_->allocate(640_MiB).ok());
+  ASSERT_TRUE(pool_->allocate(1_MiB).ok());
+  EXPECT_EQ(pool_->statistics().held_bytes, 650_MiB) << "in huge pages";
+
+  // Unused slabs of no use for the request stay up to that bound.
+  const auto held_after = [&](std::size_t live_bytes, std::size_t unused_bytes, std::size_t next_bytes) {
+    make({.slab_bytes = 1, .addresses_only = true});
+    EXPECT_TRUE(pool_->allocate(live_bytes).ok());
+    std::byte* blocks[2];
+    for (std::byte*& block : blocks) block = pool_->allocate(unused_bytes).value();
+    for (std::byte* block : blocks) EXPECT_TRUE(pool_->free(block, {}).ok());
+    EXPECT_TRUE(pool_->allocate(next_bytes).ok());
+    return pool_->statistics().held_bytes;
+  };
+  EXPECT_EQ(held_after(640_MiB, 5_MiB, 6_MiB), 656_MiB);
+  EXPECT_EQ(held_after(640_MiB, 12_MiB, 13_MiB), 665_MiB);
+  EXPECT_EQ(held_after(4_MiB, 768_KiB, 1_MiB), 5_MiB + 1536_KiB);
+  EXPECT_EQ(held_after(4_MiB, 2_MiB, 3_MiB), 9_MiB);
 }
 
 // The same request would be refused again.
@@ -646,16 +719,6 @@ TEST_F(PinnedPoolTest, ReportsEachFigureInItsPlace) {
   EXPECT_EQ(statistics.allocation_count, 2u);
 }
 
-class QueryCountingBackend final : public ForwardingBackend {
- public:
-  using ForwardingBackend::ForwardingBackend;
-  Result<bool> event_query(Event event) override {
-    ++query_count;
-    return ForwardingBackend::event_query(event);
-  }
-  int query_count = 0;
-};
-
 // Later events of a stream that has not come to the first one need not be asked for.
 TEST_F(PinnedPoolTest, AsksABusyStreamOnceAndReusesItsEvents) {
   QueryCountingBackend backend(*backend_);
@@ -706,6 +769,31 @@ TEST_F(PinnedPoolTest, ReportsHeldMemoryAndResetsPeaks) {
 
   EXPECT_EQ(pool_->statistics().peak_requested_bytes, 0u);
   EXPECT_EQ(pool_->statistics().peak_held_bytes, 8_MiB);
+  block = pool_->allocate(6_MiB).value();
+  ASSERT_TRUE(pool_->free(block, {}).ok());
+  EXPECT_EQ(pool_->trim(), 8_MiB);
+  ASSERT_TRUE(pool_->allocate(3_MiB).ok());
+  EXPECT_EQ(pool_->statistics().peak_requested_bytes, 6_MiB);
+  EXPECT_EQ(pool_->statistics().peak_held_bytes, 8_MiB);
+  pool_->reset_peaks();
+  EXPECT_EQ(pool_->statistics().peak_requested_bytes, 3_MiB);
+  EXPECT_LT(pool_->statistics().peak_held_bytes, 8_MiB);
+}
+
+// Both pieces are in one bin, in the order of their frees.
+TEST_F(PinnedPoolTest, ReportsTheLargestFreePiece) {
+  for (const bool larger_first : {false, true}) {
+    make({.slab_bytes = 32_MiB});
+    ASSERT_TRUE(pool_->prewarm(32_MiB).ok());
+    std::byte* const smaller = pool_->allocate(8_MiB).value();
+    ASSERT_TRUE(pool_->allocate(1_MiB).ok());
+    std::byte* const larger = pool_->allocate(8_MiB + 64_KiB).value();
+    ASSERT_TRUE(pool_->allocate(15_MiB - 64_KiB).ok());
+    ASSERT_TRUE(pool_->free(larger_first ? larger : smaller, {}).ok());
+    ASSERT_TRUE(pool_->free(larger_first ? smaller : larger, {}).ok());
+    EXPECT_NE(pool_->report().find("16.06 MiB are free in pieces of at most 8.06 MiB"), std::string::npos)
+        << pool_->report();
+  }
 }
 
 // --- random operations against a model ---------------------------
