@@ -711,6 +711,28 @@ TEST_F(EventFile, EachFigureIsReadInItsPlace) {
   EXPECT_EQ(log.value().untold_blocks, 12u);
 }
 
+TEST(PreloadEvents, ABoundThatIsNoneIsReported) {
+  const auto problem_of = [](const std::string& bound, bool is_kept) {
+    const PreloadRun run({program("process_program"), "threads"}, "arena",
+                         {{"FOREBAY_PRELOAD_EVENTS", bound}});
+    EXPECT_EQ(!run.record().events.empty(), is_kept) << bound;
+    return run.record().problem;
+  };
+  for (const char* bound : {"65535", "2147483649", "some"}) {
+    EXPECT_EQ(problem_of(bound, false), std::string("no events are kept (FOREBAY_PRELOAD_EVENTS): it is '") +
+                                            bound +
+                                            "'; use 64.00 KiB to 2.00 GiB, such as 256MiB, or 0 for none");
+  }
+  for (const char* bound : {"65536", "2GiB"}) EXPECT_EQ(problem_of(bound, true), "") << bound;
+  for (const char* bound : {"0", ""}) EXPECT_EQ(problem_of(bound, false), "") << bound;
+  const PreloadRun run({program("process_program"), "threads"}, "arena",
+                       {{"FOREBAY_PRELOAD_EVENTS", "1MiB"}, {"FOREBAY_PRELOAD_RECORDS", ""}});
+  EXPECT_TRUE(has(
+      run.finished.output,
+      "no events are kept (FOREBAY_PRELOAD_EVENTS): FOREBAY_PRELOAD_RECORDS names no directory; set it too"))
+      << run.finished.output;
+}
+
 TEST(PreloadEvents, StreamsHaveNames) {
   for (const auto& [stream, name] : {std::pair<std::uint16_t, const char*>{0, "plain allocations"},
                                      {1, "the default stream"},

@@ -1,14 +1,24 @@
 // The front end beside other libraries: neighbours in LD_PRELOAD, plugins, early work, children, the end of
 // the process; and its answer to each look-up of a driver function.
 #include <gtest/gtest.h>
+#include <unistd.h>
 
+#include <cstdint>
+#include <cstring>
 #include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <map>
+#include <memory>
 #include <set>
 #include <sstream>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "allocator/arena/learned.h"
 #include "allocator/preload/calls.h"
+#include "allocator/preload/learned_file.h"
 #include "tests/allocator/preload/preload_run.h"
 
 namespace forebay::testing {
@@ -235,6 +245,121 @@ TEST(PreloadProcess, ARecordIdentifiesItsProcess) {
   EXPECT_EQ(run.record().mode, PreloadMode::kArena);
   EXPECT_GT(run.record().process, 0);
   EXPECT_EQ(run.record().peak_live_bytes, (std::uint64_t{6} << 20) + 1000);
+}
+
+// The variables of launchers, the first valid one of which counts.
+TEST(PreloadProcess, ARecordHasTheRankThatTheLauncherSet) {
+  const std::pair<Process::Variables, int> cases[] = {
+      {{}, -1},
+      {{{"RANK", "3"}, {"OMPI_COMM_WORLD_RANK", "4"}}, 3},
+      {{{"RANK", ""}, {"OMPI_COMM_WORLD_RANK", "4"}, {"MV2_COMM_WORLD_RANK", "5"}}, 4},
+      {{{"RANK", "x"}, {"MV2_COMM_WORLD_RANK", "5"}, {"JSM_NAMESPACE_RANK", "6"}}, 5},
+      {{{"RANK", "-1"}, {"JSM_NAMESPACE_RANK", "6"}, {"FLUX_TASK_RANK", "7"}}, 6},
+      {{{"RANK", "3x"}, {"FLUX_TASK_RANK", "7"}, {"PMI_RANK", "8"}}, 7},
+      {{{"RANK", "2147483648"}, {"PMI_RANK", "8"}, {"SLURM_PROCID", "9"}}, 8},
+      {{{"SLURM_PROCID", "0"}}, 0},
+      {{{"RANK", "2147483647"}}, INT32_MAX},
+  };
+  for (const auto& [variables, rank] : cases) {
+    const PreloadRun run({program("process_program"), "threads"}, "arena", variables);
+    EXPECT_EQ(run.record().rank, rank);
+    EXPECT_EQ(run.record().parent, ::getpid());
+  }
+}
+
+TEST(PreloadProcess, AMessageIsCutToItsRoomAndTheFirstOneStays) {
+  const auto text = std::make_unique<PreloadText>();
+  set_preload_text(*text, std::string(2000, 'x'));
+  set_preload_text(*text, "another");
+  EXPECT_EQ(text->state, 2u);
+  EXPECT_EQ(std::string(text->text, ::strnlen(text->text, sizeof text->text)), std::string(1019, 'x'));
+}
+
+TEST(PreloadProcess, ForeignRecordsAreLeftOutAndTheOthersSorted) {
+  const TemporaryDirectory directory;
+  const auto write = [&](const std::string& name, const std::string& bytes) {
+    std::ofstream(directory / name, std::ios::binary) << bytes;
+  };
+  const auto record_of = [](std::int32_t process, std::uint64_t magic, std::uint32_t bytes) {
+    std::string text(sizeof(PreloadRecord), '\0');
+    auto& record = *reinterpret_cast<PreloadRecord*>(text.data());
+    record.magic = magic;
+    record.bytes = bytes;
+    record.process = process;
+    return text;
+  };
+  const auto size = static_cast<std::uint32_t>(sizeof(PreloadRecord));
+  write("b.record", record_of(20, kPreloadRecordMagic, size));
+  write("a.record", record_of(30, kPreloadRecordMagic, size));
+  write("c.record", record_of(20, kPreloadRecordMagic, size));
+  write("1.record", record_of(1, kPreloadRecordMagic + 1, size));
+  write("2.record", record_of(2, kPreloadRecordMagic, size - 8));
+  write("3.record", std::string(size + 1, '\0'));
+  write(".record", "no record, only the end of a name");
+  write("4.recorded", "another end");
+  std::vector<PreloadLeftOut> left_out;
+  const auto read = read_preload_records(directory.path(), &left_out);
+
+  ASSERT_TRUE(read.ok()) << read.status().message();
+  std::string order;
+  for (const PreloadReport& report : read.value()) order += report.path.substr(report.path.size() - 8, 1);
+  EXPECT_EQ(order, "bca");
+  std::map<std::string, std::string> reasons;
+  for (const PreloadLeftOut& one : left_out) reasons[one.path.substr(one.path.size() - 8)] = one.why;
+  const std::string no_record = "it is not a record of this build";
+  EXPECT_EQ(reasons, (std::map<std::string, std::string>{
+                         {"1.record", no_record},
+                         {"2.record", no_record},
+                         {"3.record", no_record + ": it has " + std::to_string(size + 1) + " bytes, not " +
+                                          std::to_string(size)}}));
+  const std::string missing = directory / "none";
+  EXPECT_EQ(read_preload_records(missing).status().message(),
+            "cannot read the records in " + missing +
+                ": No such file or directory; name the directory that FOREBAY_PRELOAD_RECORDS had");
+  // Only a record is asked for memory.
+  EXPECT_TRUE(request_preload_trim(directory / "a.record").ok());
+  std::ifstream file(directory / "a.record", std::ios::binary);
+  std::string bytes{std::istreambuf_iterator<char>(file), {}};
+  EXPECT_EQ(reinterpret_cast<PreloadRecord*>(bytes.data())->trim_requests, 1u);
+  EXPECT_EQ(request_preload_trim(directory / "1.record").message(),
+            "cannot ask the process of " + (directory / "1.record") +
+                " to give memory back: it is not a record of this build; use the account that the process "
+                "runs under");
+  EXPECT_EQ(
+      request_preload_trim(missing).message(),
+      "cannot ask the process of " + missing +
+          " to give memory back: No such file or directory; use the account that the process runs under");
+}
+
+TEST(PreloadProcess, AFileOfLearnedPlacementsIsReadWhole) {
+  const TemporaryDirectory directory;
+  const std::string path = directory / "learned";
+  const auto message_of = [&](const std::string& bytes) {
+    std::ofstream(path, std::ios::binary) << bytes;
+    const auto read = read_learned_file(path);
+    EXPECT_TRUE(!read.ok() || read.value() == bytes);
+    return read.ok() ? "read" : read.status().message();
+  };
+  internal::LearnedPlacements learned;
+  learned.granule_bytes = 2u << 20;
+  learned.reserve_bytes = std::size_t{64} << 20;
+  learned.placements.assign(30'000, {512, 0, 0, 0});
+  EXPECT_EQ(message_of(learned.encode()), "read") << "in several parts";
+
+  EXPECT_EQ(
+      message_of("a 0 1024 0\n"),
+      path +
+          ": cannot use learned placements: the file is none of `forebay replay --learn`; name one that it "
+          "wrote");
+  // As much as the limit is read, and more is not.
+  EXPECT_EQ(message_of(std::string(kLearnedFileLimit, 'x')).find(path + ": cannot use learned placements: "),
+            0u);
+  EXPECT_EQ(message_of(std::string(kLearnedFileLimit + 1, 'x')),
+            "cannot use " + path +
+                ": it has more than the 64.00 MiB that `forebay replay --learn` writes; name its file");
+  EXPECT_EQ(read_learned_file(directory / "none").status().message(),
+            "cannot read the learned placements in " + (directory / "none") +
+                ": No such file or directory; check the path");
 }
 
 // --- resolution ---
