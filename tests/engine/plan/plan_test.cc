@@ -6,8 +6,11 @@
 
 #include <algorithm>
 #include <chrono>
+#include <functional>
 #include <limits>
 #include <random>
+#include <string>
+#include <vector>
 
 #include "forebay/units.h"
 #include "runtime/engine/plan/schedule.h"
@@ -418,6 +421,123 @@ TEST(Plan, RefusesOptionsByName) {
   EXPECT_NE(message({{.offload = Offload::kOptimizer, .tier = Tier::kFile, .staging_bytes = 4096}})
                 .find("offload-staging is 4KiB; use at least 8 MiB"),
             std::string::npos);
+}
+
+// The last value that is accepted and the first that is not, with the whole message.
+TEST(Plan, LimitsAreExact) {
+  struct Case {
+    const char* what;
+    std::function<void(ModelShape& model, PlanOptions& options)> change;
+    std::string message;  // Empty: it is accepted.
+  };
+  const Case cases[] = {
+      {"one rank", [](auto&, auto& o) { o.ranks = 1; }, ""},
+      {"a million ranks", [](auto&, auto& o) { o.ranks = 1'000'000; }, ""},
+      {"more ranks", [](auto&, auto& o) { o.ranks = 1'000'001; }, "ranks is 1000001; use 1 to 1000000"},
+      {"groups that do not divide the ranks",
+       [](auto&, auto& o) {
+         o.ranks = 6;
+         o.group = 4;
+       },
+       "groups of 4 ranks do not divide 6 ranks; give a number that does, 1 for no groups"},
+      {"no chunk", [](auto&, auto& o) { o.chunk_bytes = 0; },
+       "chunk is 0 bytes; use the device's granularity (2 MiB is usual)"},
+      {"no units", [](auto& m, auto&) { m.units.clear(); }, "the model has no units; add at least one"},
+      {"no parameters", [](auto& m, auto&) { m = {.units = {{.name = "u"}}}; },
+       "the model has no parameters; add at least one"},
+      {"no elements", [](auto& m, auto&) { m.units[1].parameters[1].count = 0; },
+       "parameter layer0.bias has no elements; give it one or more, or leave it out"},
+      {"the last group", [](auto& m, auto&) { m.units[1].parameters[1].group = 4095; }, ""},
+      {"a group behind the last", [](auto& m, auto&) { m.units[1].parameters[1].group = 4096; },
+       "parameter layer0.bias is in parameter group 4096; use a group from 0 to 4095"},
+      {"a group before the first", [](auto& m, auto&) { m.units[1].parameters[1].group = -1; },
+       "parameter layer0.bias is in parameter group -1; use a group from 0 to 4095"},
+      {"a name twice", [](auto& m, auto&) { m.units[1].parameters[1].name = "words"; },
+       "two parameters are named words; saved state finds parameters by name, so give each its own"},
+      {"as many elements as there may be",
+       [](auto& m, auto&) {
+         m = {.units = {{.name = "u",
+                         .parameters = {{.name = "a", .count = (std::uint64_t{1} << 52) - 7},
+                                        {.name = "b", .count = 7}}}}};
+       },
+       ""},
+      {"one element more",
+       [](auto& m, auto&) {
+         m = {.units = {{.name = "u",
+                         .parameters = {{.name = "a", .count = (std::uint64_t{1} << 52) - 7},
+                                        {.name = "b", .count = 8}}}}};
+       },
+       "the model has more than 4503599627370496 elements up to parameter b; make it smaller"},
+      {"one parameter of too many elements",
+       [](auto& m, auto&) { m.units[0].parameters[0].count = (std::uint64_t{1} << 52) + 1; },
+       "the model has more than 4503599627370496 elements up to parameter words; make it smaller"},
+      {"shared by as many as there may be", [](auto& m, auto&) { m.units[1].shared_by = 32; }, ""},
+      {"shared by more", [](auto& m, auto&) { m.units[1].shared_by = 33; },
+       "unit layer0 is shared by 33 pipeline stages; use 1 to 32"},
+      {"shared by none", [](auto& m, auto&) { m.units[1].shared_by = 0; },
+       "unit layer0 is shared by 0 pipeline stages; use 1 to 32"},
+      {"tied to the unit before", [](auto& m, auto&) { m.units[2].tied = {{.unit = 1, .index = 2}}; }, ""},
+      {"tied to the unit itself", [](auto& m, auto&) { m.units[2].tied = {{.unit = 2, .index = 0}}; },
+       "unit head ties a parameter that no earlier unit has; tie one that was added before the unit"},
+      {"tied to a parameter behind the last",
+       [](auto& m, auto&) { m.units[2].tied = {{.unit = 1, .index = 3}}; },
+       "unit head ties a parameter that no earlier unit has; tie one that was added before the unit"},
+      {"tied to a parameter before the first",
+       [](auto& m, auto&) { m.units[2].tied = {{.unit = 1, .index = -1}}; },
+       "unit head ties a parameter that no earlier unit has; tie one that was added before the unit"},
+      {"tied to a unit before the first",
+       [](auto& m, auto&) { m.units[2].tied = {{.unit = -1, .index = 0}}; },
+       "unit head ties a parameter that no earlier unit has; tie one that was added before the unit"},
+      {"as many bytes of activations as there may be",
+       [](auto& m, auto&) { m.activation_bytes = std::uint64_t{1} << 60; }, ""},
+      {"one byte more", [](auto& m, auto&) { m.activation_bytes = (std::uint64_t{1} << 60) + 1; },
+       "the model declares 1152921504606846977 bytes of activations; declare at most 1152921504606846976"},
+  };
+  for (const Case& one : cases) {
+    ModelShape model = awkward_model(1);
+    PlanOptions options;
+    options.ranks = 2;
+    one.change(model, options);
+    EXPECT_EQ(make_plan(model, options).status().message(), one.message) << one.what;
+  }
+}
+
+// Only parameters that a rule of the optimizer needs whole.
+TEST(Plan, RefusesSplitParametersWhereAnOptimizerNeedsThemWhole) {
+  const auto message = [](Optimizer optimizer, int parts, bool frozen, std::vector<std::uint64_t> shape) {
+    ModelShape model;
+    ParameterShape parameter{.name = "w", .count = 64 * 64, .frozen = frozen};
+    if (shape.size() == 1) parameter.count = shape[0];
+    parameter.shape = shape;
+    TensorSplit split;
+    split.shape = shape;
+    split.parts = static_cast<std::uint64_t>(parts);
+    parameter.split = split;
+    model.units.push_back({.name = "u", .parameters = {parameter, {.name = "v", .count = 3}}});
+    PlanOptions options;
+    options.optimizer = optimizer;
+    return make_plan(model, options).status().message();
+  };
+  const std::string refusal =
+      "parameter w is split over tensor-parallel ranks, and optimizer muon needs whole matrices; use another "
+      "optimizer, or no tensor parallelism";
+  EXPECT_EQ(message(Optimizer::kMuon, 2, false, {64, 64}), refusal);
+  EXPECT_EQ(message(Optimizer::kMuon, 1, false, {64, 64}), "");
+  EXPECT_EQ(message(Optimizer::kMuon, 2, true, {64, 64}), "");
+  EXPECT_EQ(message(Optimizer::kMuon, 2, false, {64}), "") << "no matrix";
+  EXPECT_EQ(message(Optimizer::kAdamW, 2, false, {64, 64}), "");
+}
+
+TEST(Plan, ItsFingerprintNamesEachFigure) {
+  ModelShape model = awkward_model(1);
+  model.units[1].parameters[2].frozen = true;
+  const std::string text = plan_of(model, {{.stage = 2, .bucket_bytes = 64_KiB}, 3}).fingerprint_text();
+
+  const std::size_t at = text.find("ranks 3\n");
+  ASSERT_NE(at, std::string::npos) << text;
+  EXPECT_EQ(text.substr(at),
+            "ranks 3\nunits-on-device 3\nbucket-columns 5120\nunit-0 300007\nunit-1 123457 1 "
+            "frozen:511\nunit-2 13\n");
 }
 
 TEST(Plan, RefusesInvalidModels) {
