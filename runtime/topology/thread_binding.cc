@@ -85,11 +85,6 @@ Result<ThreadBinding> ThreadBinding::create(Span<const int> processors) {
 ThreadBinding::ThreadBinding(ThreadBinding&& other) noexcept
     : previous_(std::exchange(other.previous_, {})) {}
 
-ThreadBinding& ThreadBinding::operator=(ThreadBinding&& other) noexcept {
-  std::swap(previous_, other.previous_);
-  return *this;
-}
-
 ThreadBinding::~ThreadBinding() {
   if (previous_.empty() || internal::write_processor_mask(previous_)) return;
   static std::atomic<bool> said = false;

@@ -74,6 +74,74 @@ TEST_F(DrivesTest, TakesTheDeepestMountAndOfEqualOnesTheLast) {
   EXPECT_EQ(locate(host_.directory("tier/inner/a")).drive_names(), "nvme1n1");
 }
 
+TEST_F(DrivesTest, TakesTheDeepestMountInAnyOrder) {
+  mount("tier/inner", "259:1", "xfs /dev/nvme1n1 rw");
+  mount("tier", "259:0", "ext4 /dev/nvme0n1 rw");
+
+  EXPECT_EQ(locate(host_.directory("tier/inner/a")).drive_names(), "nvme1n1");
+}
+
+TEST_F(DrivesTest, TakesTheRootWhereNothingElseIsMounted) {
+  mounts_ += "1 0 259:1 / / rw - ext4 /dev/nvme1n1 rw\n";
+  const DirectoryFacts facts = locate(mount("other", "259:0", "ext4 /dev/nvme0n1 rw") + "/..");
+
+  EXPECT_EQ(facts.mount_point, "/");
+  EXPECT_EQ(facts.drive_names(), "nvme1n1");
+}
+
+TEST_F(DrivesTest, ReadsMountsAsTheKernelWritesThem) {
+  host_.write("proc/self/mountinfo",
+              "36 35 98:0 /root /a\\040b\\134c\\040 rw,noatime shared:1 unbindable - ext4 /dev/a\\011b "
+              "rw,upperdir=/x\\040y\n"
+              "37 35 0:41 / /odd\\189\\04 rw - nfs server:/home\n");
+
+  const std::vector<Mount> mounts = read_mounts(host_.paths());
+
+  ASSERT_EQ(mounts.size(), 2u);
+  EXPECT_EQ(mounts[0].device, "98:0");
+  EXPECT_EQ(mounts[0].path, "/a b\\c ");
+  EXPECT_EQ(mounts[0].file_system, "ext4");
+  EXPECT_EQ(mounts[0].source, "/dev/a\tb");
+  EXPECT_EQ(mounts[0].options, "rw,upperdir=/x y");
+  EXPECT_EQ(mounts[1].path, "/odd\\189\\04");
+  EXPECT_EQ(mounts[1].source, "server:/home");
+  EXPECT_EQ(mounts[1].options, "");
+}
+
+TEST_F(DrivesTest, ShowsTheDirectoryAsItWasGiven) {
+  const std::string path = mount("tier", "259:0", "ext4 /dev/nvme0n1 rw");
+
+  EXPECT_EQ(locate(path + "/./").path, path + "/./");
+  EXPECT_EQ(locate(path + "/./").mount_point, path);
+}
+
+TEST_F(DrivesTest, NamesADriveOnceHoweverManyPartsOfItAVolumeHas) {
+  for (const std::string part : {"nvme0n1p1", "nvme0n1p2"}) {
+    const std::string partition = "sys/devices/pci/0000:18:00.0/nvme/nvme0n1/" + part;
+    host_.write(partition + "/partition", "1\n");
+    host_.link("sys/devices/virtual/block/md0/slaves/" + part, partition);
+  }
+  host_.link("sys/dev/block/9:0", "sys/devices/virtual/block/md0");
+
+  EXPECT_EQ(locate(mount("volume", "9:0", "xfs /dev/md0 rw")).drive_names(), "nvme0n1");
+}
+
+TEST_F(DrivesTest, ShowsTheNodesOfDrivesOnceAndInOrder) {
+  host_.add_drive("mmcblk0", "179:0", "0000:c8:00.0", "?");
+  for (const std::string drive : {"mmcblk0", "nvme0n1", "nvme1n1"}) {
+    host_.link("sys/devices/virtual/block/md0/slaves/" + drive, "sys/class/block/" + drive);
+  }
+  host_.link("sys/dev/block/9:0", "sys/devices/virtual/block/md0");
+  topology_ = read_topology(host_.options());
+
+  const DirectoryFacts facts = locate(mount("volume", "9:0", "xfs /dev/md0 rw"));
+
+  EXPECT_EQ(facts.drive_names(), "mmcblk0+nvme0n1+nvme1n1");
+  EXPECT_EQ(facts.nodes, (Numbers{0, 1}));
+  // One of them does not say.
+  EXPECT_EQ(facts.rotational(), std::nullopt);
+}
+
 TEST_F(DrivesTest, SeesTheDrivesOfAVolumeAndAllTheirNodes) {
   host_.write("sys/devices/virtual/block/md0/queue/rotational", "0\n");
   host_.link("sys/devices/virtual/block/md0/slaves/nvme0n1", "sys/class/block/nvme0n1");
@@ -118,7 +186,39 @@ TEST_F(DrivesTest, TellsMemoryAndOtherHostsApart) {
   EXPECT_EQ(locate(mount("loop", "7:1", "ext4 /dev/loop1 rw")).kind, DirectoryKind::kUnknown);
   EXPECT_EQ(locate(mount("pool", "0:51", "zfs pool/data rw")).kind, DirectoryKind::kUnknown);
   EXPECT_TRUE(locate(host_.directory("shm")).nodes.empty());
+}
+
+TEST_F(DrivesTest, KnowsDrivesByTheirNames) {
+  using enum DirectoryKind;
+  const std::vector<std::pair<std::string, DirectoryKind>> expected = {
+      {"ram0", kMemory},   {"zram12", kMemory}, {"ramdrive", kDrive}, {"nbd0", kNetwork}, {"rbd7", kNetwork},
+      {"drbd1", kNetwork}, {"loop0", kUnknown}, {"loopback", kDrive}, {"sdb", kDrive}};
+  int number = 0;
+  for (const auto& [name, kind] : expected) {
+    const std::string device = "100:" + std::to_string(number++);
+    host_.add_drive(name, device, "0000:18:00.0");
+    EXPECT_EQ(locate(mount(name, device, "ext4 /dev/" + name + " rw")).kind, kind) << name;
+  }
+}
+
+TEST_F(DrivesTest, KnowsFileSystemsInMemoryAndOfOtherHosts) {
+  for (const std::string type : {"tmpfs", "ramfs", "hugetlbfs", "devtmpfs"}) {
+    EXPECT_EQ(locate(mount("on " + type, "0:70", type + " x rw")).kind, DirectoryKind::kMemory) << type;
+  }
+  for (const std::string type : {"nfs",          "nfs4",           "cifs",       "smb3",      "smbfs",
+                                 "ceph",         "lustre",         "gpfs",       "beegfs",    "afs",
+                                 "9p",           "orangefs",       "fuse.sshfs", "fuse.ceph", "glusterfs",
+                                 "fuse.gcsfuse", "fuse.glusterfs", "wekafs",     "virtiofs",  "fuse.s3fs",
+                                 "fuse.juicefs"}) {
+    EXPECT_EQ(locate(mount("on " + type, "0:71", type + " x rw")).kind, DirectoryKind::kNetwork) << type;
+  }
+}
+
+TEST(DirectoryKindName, IsAWordOfReports) {
+  EXPECT_STREQ(directory_kind_name(DirectoryKind::kDrive), "drive");
+  EXPECT_STREQ(directory_kind_name(DirectoryKind::kMemory), "memory");
   EXPECT_STREQ(directory_kind_name(DirectoryKind::kNetwork), "network");
+  EXPECT_STREQ(directory_kind_name(DirectoryKind::kUnknown), "unknown");
 }
 
 TEST_F(DrivesTest, LooksBelowAnOverlayForWhereItWrites) {

@@ -4,10 +4,12 @@
 #include <gtest/gtest.h>
 
 #include <thread>
+#include <type_traits>
 #include <utility>
 
 #include "forebay/block_runner.h"
 #include "forebay/topology.h"
+#include "runtime/topology/processor_mask.h"
 
 namespace forebay {
 namespace {
@@ -41,6 +43,15 @@ TEST(ThreadBinding, RefusesWhatCannotBe) {
   EXPECT_NE(beyond.status().message().find("100000"), std::string::npos) << beyond.status().message();
   EXPECT_EQ(ThreadBinding::create(Numbers{1'000'000'000}).status().code(), StatusCode::kUnsupported);
   EXPECT_EQ(usable_processors_of_thread(), before);
+}
+
+// Two bindings of one thread end in the reverse order; an assignment would end the first one early.
+static_assert(!std::is_move_assignable_v<ThreadBinding>);
+
+TEST(ProcessorMask, HoldsAnyProcessors) {
+  const Numbers processors = {0, 31, 32, 63, 64, 127, 128, 1000};
+
+  EXPECT_EQ(internal::processors_of(internal::make_processor_mask(processors)), processors);
 }
 
 TEST(ThreadBinding, ServesAPlacementOfThisHost) {

@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdlib>
 
 #include "forebay/thread_binding.h"
@@ -57,12 +58,96 @@ TEST(SysfsTopology, KnowsTheNodesOfDevicesDrivesAndInterfaces) {
   for (const Attachment& one : topology.attachments) EXPECT_NE(one.name, "0000:00:1f.0");
 }
 
+TEST(SysfsTopology, TellsAttachmentsOfOneNameApart) {
+  LaidOutHost host;
+  lay_out_two_nodes(host);
+  host.add_pci_device("0000:e1:00.0", "0x010802", "0");
+  host.add_pci_device("10000:e1:00.0", "0x010802", "1");
+  Topology topology = read(host);
+  topology.attachments.insert(topology.attachments.begin(),
+                              {AttachmentKind::kNetworkInterface, "nvme0n1", {1}});
+  topology.attachments.push_back({AttachmentKind::kNetworkInterface, "IB0", {1}});
+
+  EXPECT_EQ(topology.nodes_near(AttachmentKind::kPci, "10000:E1:00.0"), Numbers{1});
+  EXPECT_EQ(topology.nodes_near(AttachmentKind::kPci, "0000:E1:00.0"), Numbers{0});
+  EXPECT_EQ(topology.nodes_near(AttachmentKind::kDrive, "nvme0n1"), Numbers{0});
+  EXPECT_EQ(topology.nodes_near(AttachmentKind::kNetworkInterface, "nvme0n1"), Numbers{1});
+  EXPECT_EQ(topology.nodes_near(AttachmentKind::kNetworkInterface, "IB0"), Numbers{1});
+  EXPECT_EQ(topology.nodes_near(AttachmentKind::kNetworkInterface, "ib0"), Numbers{});
+}
+
+TEST(SysfsTopology, LeavesOutBridgesAndPartitions) {
+  LaidOutHost host;
+  lay_out_two_nodes(host);
+  host.add_pci_device("0000:00:00.0", "0x060000", "0");
+  const std::string partition = "sys/devices/pci/0000:c8:00.0/nvme/nvme1n1/nvme1n1p2";
+  host.write(partition + "/partition", "2\n");
+  host.link("sys/class/block/nvme1n1p2", partition);
+
+  const Topology topology = read(host);
+
+  EXPECT_EQ(topology.nodes_near(AttachmentKind::kPci, "0000:00:00.0"), Numbers{});
+  EXPECT_EQ(topology.nodes_near(AttachmentKind::kDrive, "nvme1n1p2"), Numbers{});
+  EXPECT_EQ(topology.nodes_near(AttachmentKind::kDrive, "nvme1n1"), Numbers{1});
+}
+
+TEST(SysfsTopology, AsksTheBridgeAboveADeviceThatDoesNotKnowItsNode) {
+  LaidOutHost host;
+  lay_out_two_nodes(host);
+  const std::string bridge = "sys/devices/pci/0000:00:02.0";
+  host.write(bridge + "/numa_node", "1\n");
+  host.write(bridge + "/0000:31:00.0/numa_node", "-1\n");
+  host.write(bridge + "/0000:31:00.0/nvme/nvme3n1/queue/rotational", "0\n");
+  host.link("sys/class/block/nvme3n1", bridge + "/0000:31:00.0/nvme/nvme3n1");
+
+  EXPECT_EQ(read(host).nodes_near(AttachmentKind::kDrive, "nvme3n1"), Numbers{1});
+}
+
+TEST(SysfsTopology, KnowsTheCoresOfOlderKernels) {
+  LaidOutHost host;
+  host.add_node(0, "0-3", "10");
+  for (const int processor : {0, 1, 2, 3}) {
+    const int first = processor % 2;
+    host.write("sys/devices/system/cpu/cpu" + std::to_string(processor) + "/topology/thread_siblings_list",
+               std::to_string(first) + "," + std::to_string(first + 2) + "\n");
+  }
+
+  EXPECT_EQ(read(host).nodes[0].cores, (std::vector<Numbers>{{0, 2}, {1, 3}}));
+}
+
+TEST(SysfsTopology, OrdersNodesByNumber) {
+  LaidOutHost host;
+  host.add_node(10, "1", "10 40");
+  host.add_node(2, "0", "40 10");
+
+  const Topology topology = read(host);
+
+  ASSERT_EQ(topology.nodes.size(), 2u);
+  EXPECT_EQ(topology.nodes[0].node, 2);
+  EXPECT_EQ(topology.nodes[1].node, 10);
+}
+
+TEST(SysfsTopology, KnowsNoDistancesUnlessOneOfEachNodeIsShown) {
+  for (const std::string distances : {"10", "10 4294967317", "10 21 31"}) {
+    LaidOutHost host;
+    host.add_node(0, "0", distances);
+    host.add_node(1, "1", "21 10");
+
+    const Topology topology = read(host);
+
+    EXPECT_EQ(topology.nodes[0].distances, Numbers{}) << distances;
+    EXPECT_EQ(topology.nodes[1].distances, (Numbers{21, 10}));
+  }
+}
+
 TEST(SysfsTopology, FindsADriveWithSeveralPathsByItsControllers) {
   LaidOutHost host;
   lay_out_two_nodes(host);
   const std::string subsystem = "sys/devices/virtual/nvme-subsystem/nvme-subsys2";
   host.write(subsystem + "/nvme2n1/queue/rotational", "0\n");
   host.write("sys/devices/pci/0000:c8:00.0/nvme/nvme2/state", "live\n");
+  host.write("sys/devices/pci/0000:18:00.0/nvme/nvme3/state", "live\n");
+  host.link(subsystem + "/nvme3", "sys/devices/pci/0000:18:00.0/nvme/nvme3");
   host.link(subsystem + "/nvme2", "sys/devices/pci/0000:c8:00.0/nvme/nvme2");
   host.link("sys/class/block/nvme2n1", subsystem + "/nvme2n1");
 
@@ -133,7 +218,7 @@ TEST(SysfsTopology, IsTheUsableProcessorsWhereNothingIsShown) {
 
 TEST(SysfsTopology, IgnoresWhatMakesNoSense) {
   LaidOutHost host;
-  host.add_node(0, "0-1,x,5-,-3,2-1,99999999999,3", "10 ten");
+  host.add_node(0, "0-1,x,5-,-3,2-1,99999999999,3,6-99999999,1", "10 ten");
   host.write("sys/devices/system/node/nodes/cpulist", "9\n");
   host.write("sys/devices/system/cpu/cpu0/topology/core_cpus_list", "?\n");
 
@@ -141,6 +226,13 @@ TEST(SysfsTopology, IgnoresWhatMakesNoSense) {
 
   ASSERT_EQ(topology.nodes.size(), 1u);
   EXPECT_EQ(topology.processors(), (Numbers{0, 1, 3}));
+}
+
+TEST(SysfsTopology, IsReadFromGivenFilesWhereOneOfTheTwoPathsIsTheSystems) {
+  const LaidOutHost host;
+
+  EXPECT_EQ(read_topology({.paths = {.proc = host.paths().proc}}).source, "sysfs");
+  EXPECT_EQ(read_topology({.paths = {.sys = host.paths().sys}}).source, "sysfs");
 }
 
 TEST(ProcessorQuota, IsTheTightestOnTheWayToTheRoot) {
@@ -165,12 +257,44 @@ TEST(ProcessorQuota, IsReadFromTheOldHierarchyToo) {
   EXPECT_DOUBLE_EQ(read(host).processor_quota.value_or(0), 1.5);
 }
 
-TEST(ProcessorQuota, IsNoneWithoutALimit) {
+TEST(ProcessorQuota, IsThatOfTheRootWhereGroupsHaveNone) {
   LaidOutHost host;
-  host.write("proc/self/cgroup", "0::/../outside\n");
-  host.write("sys/fs/cgroup/cpu.max", "max 100000\n");
+  host.write("proc/self/cgroup", "0::/job\n");
+  host.write("sys/fs/cgroup/job/cpu.max", "max 100000\n");
+  host.write("sys/fs/cgroup/cpu.max", "150000 100000\n");
 
-  EXPECT_FALSE(read(host).processor_quota.has_value());
+  EXPECT_DOUBLE_EQ(read(host).processor_quota.value_or(0), 1.5);
+}
+
+TEST(ProcessorQuota, IsNoneWithoutALimit) {
+  struct Case {
+    std::string groups, file, text;
+  };
+  for (const Case& one : std::vector<Case>{
+           {"0::/../outside\n", "cpu.max", "max 100000\n"},
+           {"0::/../cgroup-outside\n", "../cgroup-outside/cpu.max", "100000 100000\n"},
+           {"0::/job\n", "job/cpu.max", "100000\n"},
+           {"0::/job\n", "job/cpu.max", "100000 0\n"},
+           {"0::job\n", "job/cpu.max", "100000 100000\n"},
+           {"3:cpuset:/job\n", "job/cpu.max", "100000 100000\n"},
+       }) {
+    LaidOutHost host;
+    host.write("proc/self/cgroup", one.groups);
+    host.write("sys/fs/cgroup/" + one.file, one.text);
+
+    EXPECT_FALSE(read(host).processor_quota.has_value()) << one.groups << one.file << ": " << one.text;
+  }
+}
+
+TEST(ProcessorQuota, IsThatOfTheControllerOfProcessorsAlone) {
+  LaidOutHost host;
+  host.write("proc/self/cgroup", "3:cpuset:/other\n2:cpuacct:/other\n1:cpu:/job\n");
+  for (const auto& [group, quota] : {std::pair("job", "300000\n"), std::pair("other", "100000\n")}) {
+    host.write(std::string("sys/fs/cgroup/cpu/") + group + "/cpu.cfs_quota_us", quota);
+    host.write(std::string("sys/fs/cgroup/cpu/") + group + "/cpu.cfs_period_us", "100000\n");
+  }
+
+  EXPECT_DOUBLE_EQ(read(host).processor_quota.value_or(0), 3);
 }
 
 Topology two_nodes() {
@@ -245,6 +369,72 @@ TEST(Placement, GoesToTheLeastDistantNodeThatMayBeUsed) {
   EXPECT_NE(placement.reason.find("node 2 instead"), std::string::npos) << placement.reason;
 }
 
+// Three nodes, of which the last ones' processors may be used.
+Topology three_nodes(const std::array<std::string, 3>& distances, const Numbers& usable) {
+  LaidOutHost host;
+  for (int node = 0; node < 3; ++node) {
+    host.add_node(node, std::to_string(node), distances[static_cast<std::size_t>(node)]);
+  }
+  TopologyOptions options = host.options();
+  options.usable_processors = usable;
+  return read_topology(options);
+}
+
+TEST(Placement, IsOnAllNodesThatAreEquallyNear) {
+  const Topology topology = three_nodes({"10 20 20", "20 10 20", "20 20 10"}, {1, 2});
+
+  const Placement placement = place(topology, {.nodes = {0}});
+
+  EXPECT_EQ(placement.processors, (Numbers{1, 2}));
+  EXPECT_EQ(placement.reason, "nearest NUMA node 0, where no processor may be used; nodes 1-2 instead");
+}
+
+TEST(Placement, TakesANodeOnceThatIsNextToSeveral) {
+  const Topology topology = three_nodes({"10 20 20", "20 10 20", "20 20 10"}, {2});
+
+  const Placement placement = place(topology, {.nodes = {0, 1}});
+
+  EXPECT_EQ(placement.processors, Numbers{2});
+  EXPECT_EQ(placement.memory_node, 0);
+  EXPECT_EQ(placement.reason, "nearest NUMA nodes 0-1, where no processor may be used; node 2 instead");
+}
+
+TEST(Placement, SaysThatAnotherNodeServesWhereOneOfTwoHasNoProcessor) {
+  const Topology topology = three_nodes({"10 20 20", "20 10 20", "20 20 10"}, {1, 2});
+
+  EXPECT_EQ(place(topology, {.nodes = {0, 1}}).reason,
+            "nearest NUMA nodes 0-1, where no processor may be used; node 1 instead");
+  EXPECT_EQ(place(topology, {.nodes = {0, 1}}).processors, Numbers{1});
+}
+
+TEST(Placement, IsEverywhereForANodeThatThereIsNot) {
+  const Placement placement = place(two_nodes(), {.nodes = {9}});
+
+  EXPECT_EQ(placement.processors.size(), 8u);
+  EXPECT_EQ(placement.reason, "nearest NUMA node 9, where no processor may be used; nodes 0-1 instead");
+}
+
+TEST(Placement, IsNowhereWithoutAUsableProcessor) {
+  const Topology topology = three_nodes({"10 20 20", "20 10 20", "20 20 10"}, {99});
+
+  const Placement placement = place(topology, {.nodes = {1}});
+
+  EXPECT_EQ(placement.processors, Numbers{});
+  EXPECT_EQ(placement.cores, Numbers{});
+  EXPECT_EQ(placement.memory_node, 1);
+  EXPECT_EQ(placement.reason, "nearest NUMA node 1");
+}
+
+TEST(Placement, TakesMemoryOfTheNextNodeWhereTheNearestHasNone) {
+  Topology topology = two_nodes();
+  topology.nodes[1].memory_bytes = 0;
+
+  const Placement placement = place(topology, {.nodes = {1}});
+
+  EXPECT_EQ(placement.memory_node, 0);
+  EXPECT_EQ(placement.processors, (Numbers{2, 3, 6, 7}));
+}
+
 TEST(Placement, ComputesOnNoMoreCoresThanTheQuotaIsWorth) {
   Topology topology = two_nodes();
   topology.processor_quota = 3.5;
@@ -271,6 +461,7 @@ TEST(ProcessorsText, WritesRunsAsTheKernelDoes) {
   EXPECT_EQ(processors_text(Numbers{}), "none");
   EXPECT_EQ(processors_text(Numbers{7}), "7");
   EXPECT_EQ(processors_text(Numbers{8, 0, 1, 2, 4, 5}), "0-2,4-5,8");
+  EXPECT_EQ(processors_text(Numbers{3, 3, 4, 4}), "3-4");
 }
 
 // hwloc is told of another machine by its environment, for as long as this lives.
@@ -302,7 +493,8 @@ TEST_F(HwlocTopology, ShowsTheSameFactsOfTwoNodes) {
   EXPECT_EQ(topology.nodes[0].cores, (std::vector<Numbers>{{0, 1}, {2, 3}}));
   EXPECT_EQ(topology.nodes[1].cores, (std::vector<Numbers>{{4, 5}, {6, 7}}));
   EXPECT_EQ(topology.nodes[1].memory_bytes, std::uint64_t{64} << 30);
-  EXPECT_EQ(topology.nodes[1].distances, (Numbers{21, 10}));
+  EXPECT_EQ(topology.nodes[0].distances, (Numbers{10, 21}));
+  EXPECT_EQ(topology.nodes[1].distances, (Numbers{22, 10}));
   EXPECT_EQ(topology.nodes_near(AttachmentKind::kPci, "0000:11:00.0"), Numbers{0});
   EXPECT_EQ(topology.nodes_near(AttachmentKind::kPci, "0000:12:00.0"), Numbers{1});
   EXPECT_EQ(topology.nodes_near(AttachmentKind::kDrive, "nvme0n1"), Numbers{0});
@@ -319,6 +511,45 @@ TEST_F(HwlocTopology, ShowsAnyMachine) {
   ASSERT_EQ(topology.nodes.size(), 4u);
   EXPECT_EQ(topology.nodes[3].processors(), (Numbers{9, 10, 11}));
   EXPECT_EQ(topology.nodes_near(AttachmentKind::kPci, "0000:11:00.0"), Numbers{});
+}
+
+TEST_F(HwlocTopology, CountsAProcessorToTheFirstOfItsSmallestNodes) {
+  // Nodes 0 and 1 are beside all four cores. Nodes 2 and 3 are beside two of them, and so are 4 and 5.
+  const HwlocMachine machine("HWLOC_SYNTHETIC", "[numa] [numa] package:2 [numa] [numa] core:2 pu:1");
+
+  const Topology topology = read_topology();
+
+  std::vector<std::pair<int, Numbers>> with_cores;
+  for (const NumaNode& node : topology.nodes) {
+    if (!node.cores.empty()) with_cores.emplace_back(node.node, node.processors());
+  }
+  ASSERT_EQ(topology.nodes.size(), 6u);
+  EXPECT_EQ(with_cores.size(), 2u);
+  EXPECT_EQ(topology.processors(), (Numbers{0, 1, 2, 3}));
+  for (const auto& [node, processors] : with_cores) {
+    EXPECT_EQ(processors.size(), 2u) << node;
+    EXPECT_EQ(node % 2, 0) << node;
+  }
+}
+
+TEST_F(HwlocTopology, TakesEachProcessorForACoreWhereNoCoresAreShown) {
+  const HwlocMachine machine("HWLOC_SYNTHETIC", "numa:2 pu:2");
+
+  const Topology topology = read_topology();
+
+  ASSERT_EQ(topology.nodes.size(), 2u);
+  EXPECT_EQ(topology.nodes[1].cores, (std::vector<Numbers>{{2}, {3}}));
+}
+
+TEST_F(HwlocTopology, OrdersNodesByTheirNumbers) {
+  const HwlocMachine machine("HWLOC_SYNTHETIC", "numa:2(indexes=1,0) core:2 pu:1");
+
+  const Topology topology = read_topology();
+
+  ASSERT_EQ(topology.nodes.size(), 2u);
+  EXPECT_EQ(topology.nodes[0].node, 0);
+  EXPECT_EQ(topology.nodes[0].cores, (std::vector<Numbers>{{2}, {3}}));
+  EXPECT_EQ(topology.nodes[1].cores, (std::vector<Numbers>{{0}, {1}}));
 }
 
 TEST_F(HwlocTopology, GivesWayToSysfsWhereItCannotRead) {

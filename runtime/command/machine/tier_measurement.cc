@@ -179,7 +179,8 @@ Result<CopyMeasurement> measure_copies(Backend& backend, const Placement& placem
   // Streams of a host backend are threads, which begin where this one is. Where that is refused, they are
   // anywhere.
   std::optional<ThreadBinding> bound;
-  if (auto made = ThreadBinding::create(placement.processors); made.ok()) bound = std::move(made).value();
+  if (auto made = ThreadBinding::create(placement.processors); made.ok())
+    bound.emplace(std::move(made).value());
   CopyBench bench(backend);
   if (const Status status = bench.allocate(placement, bytes); !status.ok())
     return with_advice(status, "memory for copies");

@@ -20,7 +20,6 @@ class ThreadBinding {
   static Result<ThreadBinding> create(Span<const int> processors);
 
   ThreadBinding(ThreadBinding&& other) noexcept;
-  ThreadBinding& operator=(ThreadBinding&& other) noexcept;
   // The thread may use its earlier processors again. Threads that were started meanwhile stay bound.
   ~ThreadBinding();
 
