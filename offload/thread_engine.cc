@@ -55,7 +55,9 @@ class ThreadEngine final : public IoEngine {
 
   std::uint64_t register_memory(std::byte*, std::size_t) override { return 0; }
 
-  std::string description() const override { return std::to_string(threads_.size()) + " threads"; }
+  std::string description() const override {
+    return std::to_string(threads_.size()) + (threads_.size() == 1 ? " thread" : " threads");
+  }
 
  private:
   void work() {

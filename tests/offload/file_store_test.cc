@@ -68,6 +68,7 @@ class FaultyEngine final : public IoEngine {
     std::uint64_t count = 1;
     Fault fault;
     std::uint64_t submitted = 0;
+    std::atomic<int> most_in_flight{0};
   };
 
   FaultyEngine(std::unique_ptr<IoEngine> inner, Script& script) : inner_(std::move(inner)), script_(script) {}
@@ -81,7 +82,8 @@ class FaultyEngine final : public IoEngine {
       hold_here->begun = true;
     }
     const int error = submit_faulty(request);
-    in_flight_ += error == 0;
+    // One thread at a time submits.
+    if (error == 0) script_.most_in_flight = std::max(script_.most_in_flight.load(), ++in_flight_);
     return error;
   }
 
@@ -267,9 +269,9 @@ TEST_P(FileStore, ReportsTheFailureOfAnyOperationAndGoesOn) {
 TEST_P(FileStore, TakesUpWhatCameBackShortOrInterrupted) {
   FaultyEngine::Script quiet;
   play(*make(quiet));
-  for (const Fault& fault :
-       {Fault{.lost = kGranule}, Fault{.lost = 1}, Fault{.lost = INT32_MAX}, Fault{.error = EINTR},
-        Fault{.error = EAGAIN}, Fault{.error = ECANCELED}, Fault{.error = EAGAIN, .at_submit = true}}) {
+  for (const Fault& fault : {Fault{.lost = kGranule}, Fault{.lost = 1}, Fault{.lost = INT32_MAX},
+                             Fault{.error = EINTR}, Fault{.error = EAGAIN}, Fault{.error = EBUSY},
+                             Fault{.error = ECANCELED}, Fault{.error = EAGAIN, .at_submit = true}}) {
     for (std::uint64_t n = 1; n <= quiet.submitted; n += 3) {
       FaultyEngine::Script script{.first = n, .count = 3, .fault = fault};
       auto store = make(script);
@@ -278,7 +280,7 @@ TEST_P(FileStore, TakesUpWhatCameBackShortOrInterrupted) {
 
       EXPECT_TRUE(outcome.failures.empty()) << outcome.failures.front().to_string();
       EXPECT_TRUE(outcome.exact) << "operation " << n;
-      EXPECT_GE(outcome.statistics.continued_count, 1u);
+      EXPECT_EQ(outcome.statistics.continued_count, std::min<std::uint64_t>(3, script.submitted - n + 1));
     }
   }
 }
@@ -296,6 +298,69 @@ TEST_P(FileStore, GivesUpOnADriveThatNeverMovesOn) {
     EXPECT_EQ(status.code(), StatusCode::kIoError) << status.to_string();
     EXPECT_LT(script.submitted, 100u);
   }
+}
+
+TEST_P(FileStore, TriesAnOperationSeventeenTimes) {
+  for (const Fault& fault : {Fault{.lost = INT32_MAX}, Fault{.error = EAGAIN}}) {
+    for (const std::uint64_t count : {16u, 17u}) {
+      FaultyEngine::Script script{.first = 1, .count = count, .fault = fault};
+      auto store = make(script);
+      const StoreRange range = store->create_range("w", kBlock).value();
+      Memory memory(kBlock);
+
+      EXPECT_EQ(write_all(*store, range, 0, memory.bytes()).ok(), count == 16) << fault.error;
+      EXPECT_EQ(script.submitted, 17u);
+    }
+  }
+}
+
+TEST_P(FileStore, AdvisesByTheError) {
+  const std::string drive = "see the system log about the drive, or name another directory";
+  const std::string space = "free space in the directory or name another";
+  const std::string memory =
+      "the kernel had no memory or no thread left for it; use fewer ranks, or raise ulimit -v and -u";
+  const std::vector<std::pair<int, std::string>> expected = {
+      {EIO, drive},
+      {ENOSPC, space},
+      {EDQUOT, space},
+      {EFBIG, space},
+      {ENOMEM, memory},
+      {ECANCELED, memory},
+      {EINVAL, "the file system may want another alignment; try without direct transfers"}};
+  options_.directories = {directory_.path()};
+  for (const auto& [error, advice] : expected) {
+    FaultyEngine::Script script{.first = 1, .count = UINT64_MAX, .fault = {.error = error}};
+    auto store = make(script);
+    const StoreRange range = store->create_range("w", kBlock).value();
+    Memory source(kBlock);
+
+    EXPECT_EQ(write_all(*store, range, 0, source.bytes()).message(),
+              "cannot write 16384 bytes at 0 of range 'w', in '" + directory_.path() +
+                  "': " + internal::errno_text(error) + "; " + advice);
+  }
+}
+
+TEST_P(FileStore, GivesTheDriveNoMoreThanItsDepthAtOnce) {
+  FaultyEngine::Script script;
+  auto store = make(script);
+  const StoreRange range = store->create_range("w", 64 * kBlock).value();
+  Memory memory(64 * kBlock);
+
+  ASSERT_TRUE(write_all(*store, range, 0, memory.bytes()).ok());
+
+  EXPECT_EQ(script.most_in_flight, static_cast<int>(options_.depth));
+}
+
+TEST_P(FileStore, ATicketCarriesItsFirstFailure) {
+  FaultyEngine::Script script{.first = 1, .count = 2, .fault = {.error = EIO}};
+  auto store = make(script);
+  const StoreRange range = store->create_range("w", 4 * kBlock).value();
+  Memory memory(4 * kBlock);
+
+  const Status status = write_all(*store, range, 0, memory.bytes());
+
+  EXPECT_TRUE(status.message().starts_with("cannot write 16384 bytes at 0 of range 'w'")) << status.message();
+  EXPECT_EQ(store->statistics().failed_count, 1u);
 }
 
 TEST_P(FileStore, EndsWhenTheDriveIsDoneWithTheMemory) {
@@ -430,7 +495,94 @@ TEST_P(FileStore, AFileThatWasShortenedIsAnError) {
   const Status status = read_all(*store, range, 0, memory.bytes());
 
   EXPECT_EQ(status.code(), StatusCode::kIoError) << status.to_string();
-  EXPECT_NE(status.message().find("shortened"), std::string::npos) << status.message();
+  EXPECT_NE(status.message().find("the drive stopped after 0 bytes without saying why; see that nobody has "
+                                  "shortened the file"),
+            std::string::npos)
+      << status.message();
+  ASSERT_EQ(::ftruncate(access.files().at(0), kBlock + 2 * kGranule), 0);
+  const Status in_part = read_all(*store, range, 0, memory.bytes().first(2 * kBlock));
+  EXPECT_NE(in_part.message().find("the drive stopped after 8192 bytes"), std::string::npos)
+      << in_part.message();
+}
+
+// Bytes of other ranges, or of anything else, do not get into the space behind the end.
+TEST_P(FileStore, WritesZerosBehindTheEndOfARange) {
+  options_.directories = {directory_.path()};
+  auto store = make_file_store(options_).value();
+  if (store->facts().alignment_bytes == 1) GTEST_SKIP() << "no direct transfers here";
+  const StoreRange other = store->create_range("other", 4 * kBlock).value();
+  const StoreRange range = store->create_range("w", 100).value();
+  Memory bounced(4 * kBlock, 8);
+  ASSERT_TRUE(write_all(*store, other, 0, bounced.bytes()).ok());
+
+  ASSERT_TRUE(write_all(*store, range, 0, bounced.bytes().first(100)).ok());
+
+  const ScratchAccess access(directory_.path());
+  std::vector<char> behind(kGranule - 100, 'x');
+  ASSERT_EQ(::pread(access.files().at(0), behind.data(), behind.size(), 4 * kBlock + 100),
+            static_cast<ssize_t>(behind.size()));
+  EXPECT_EQ(behind, std::vector<char>(behind.size(), 0));
+}
+
+TEST_P(FileStore, TellsWhatItIs) {
+  options_.transfer_limit = 31;
+  options_.depth = 3;
+  auto store = make_file_store(options_).value();
+  const StoreFacts facts = store->facts();
+  EXPECT_EQ(facts.granule_bytes, kGranule);
+  EXPECT_EQ(facts.block_bytes, kBlock);
+  EXPECT_EQ(facts.depth, 3u);
+  EXPECT_EQ(facts.transfer_limit, 31u);
+  EXPECT_TRUE(facts.checksums);
+  EXPECT_EQ(facts.registered_bytes, 0u);
+  const bool direct = facts.alignment_bytes > 1;
+  const std::string engine = GetParam() == FileEngine::kThreads ? "2 threads" : "io_uring";
+  EXPECT_EQ(facts.description, engine + (direct ? ", direct" : ", page cache") +
+                                   ", blocks of 16.00 KiB, depth 3, checksums, in " + directory_.path() +
+                                   " and " + other_directory_.path());
+
+  options_.depth = 1;
+  options_.direct = false;
+  options_.checksums = false;
+  options_.directories = {directory_.path()};
+  store = make_file_store(options_).value();
+  EXPECT_EQ(store->facts().description, (GetParam() == FileEngine::kThreads ? "1 thread" : engine) +
+                                            ", page cache, blocks of 16.00 KiB, depth 1, no checksums, in " +
+                                            directory_.path());
+  EXPECT_FALSE(store->facts().checksums);
+  EXPECT_EQ(store->facts().alignment_bytes, 1u);
+
+  options_.engine = FileEngine::kAuto;
+  options_.depth = 4;
+  if (GetParam() == FileEngine::kIoUring) {
+    EXPECT_TRUE(make_file_store(options_).value()->facts().description.starts_with("io_uring"));
+  }
+}
+
+TEST_P(FileStore, AddsUpTheMemoryThatWasRegistered) {
+  auto store = make_file_store(options_).value();
+  Memory first(kBlock);
+  Memory second(2 * kBlock);
+  ASSERT_TRUE(store->register_memory(first.data(), first.size()).ok());
+  const std::uint64_t after_first = store->facts().registered_bytes;
+  ASSERT_TRUE(store->register_memory(second.data(), second.size()).ok());
+  EXPECT_EQ(store->facts().registered_bytes, 3 * after_first);
+
+  const StoreRange range = store->create_range("w", 64 * kBlock).value();
+  Memory memory(64 * kBlock);
+  const StoreTicket ticket = store->write(range, 0, memory.data(), memory.size()).value();
+  EXPECT_EQ(store->register_memory(first.data(), first.size()).message(),
+            "cannot register memory while transfers are in flight; register it before the first");
+  EXPECT_TRUE(store->wait(ticket, std::chrono::milliseconds::max()).ok());
+}
+
+TEST_P(FileStore, MakesNoRangeBeyondAnyFile) {
+  auto store = make_file_store(options_).value();
+
+  const Status status = store->create_range("w", INT64_MAX).status();
+
+  EXPECT_EQ(status.message(), "cannot make range 'w' of 8192.00 PiB: no file is that large");
+  EXPECT_EQ(store->create_range("w", 1).value().index, 0u);
 }
 
 TEST_P(FileStore, DealsStripesToAllDirectoriesAndReservesThem) {
@@ -489,10 +641,35 @@ TEST_P(FileStore, RefusesOptionsThatContradictThemselves) {
   EXPECT_EQ(code([](auto& o) { o.block_bytes = 0; }), StatusCode::kInvalidArgument);
   EXPECT_EQ(code([](auto& o) { o.stripe_bytes = 100; }), StatusCode::kInvalidArgument);
   EXPECT_EQ(code([](auto& o) { o.depth = 0; }), StatusCode::kInvalidArgument);
-  EXPECT_EQ(code([](auto& o) { o.depth = 1'000'000; }), StatusCode::kInvalidArgument);
+  EXPECT_EQ(code([](auto& o) { o.depth = 4096; }), StatusCode::kOk);
+  EXPECT_EQ(code([](auto& o) { o.depth = 4097; }), StatusCode::kInvalidArgument);
+  EXPECT_EQ(code([](auto& o) { o.block_bytes = 1 << 30; }), StatusCode::kOk);
+  EXPECT_EQ(code([](auto& o) { o.block_bytes = (1 << 30) + kGranule; }), StatusCode::kInvalidArgument);
+  EXPECT_EQ(code([](auto& o) { o.directories.resize(64, o.directories[0]); }), StatusCode::kOk);
+  EXPECT_EQ(code([](auto& o) { o.directories.resize(65, o.directories[0]); }), StatusCode::kInvalidArgument);
   EXPECT_EQ(code([](auto& o) { o.bounce_count = 0; }), StatusCode::kInvalidArgument);
   EXPECT_EQ(code([](auto& o) { o.transfer_limit = 0; }), StatusCode::kInvalidArgument);
   EXPECT_EQ(code([](auto& o) { o.thread_count = 0; }), StatusCode::kInvalidArgument);
+}
+
+TEST_P(FileStore, SaysWhichOptionIsWrong) {
+  const auto message = [&](const std::function<void(FileStoreOptions&)>& change) {
+    FileStoreOptions options = options_;
+    change(options);
+    return make_file_store(options).status().message();
+  };
+  const std::string what = "cannot make a file store: ";
+  EXPECT_EQ(message([](auto& o) { o.directories.clear(); }),
+            what + "it needs 1 to 64 directories and was given 0");
+  EXPECT_EQ(message([](auto& o) { o.granule_bytes = 512; }),
+            what + "a granule is a power of two from 4096 bytes on, not 512");
+  EXPECT_EQ(message([](auto& o) { o.block_bytes = 5000; }),
+            what + "a block is a multiple of the granule (4096 bytes) and at most 1 GiB, not 5000 bytes");
+  EXPECT_EQ(message([](auto& o) { o.stripe_bytes = 100; }),
+            what + "a stripe is a multiple of the granule (4096 bytes), not 100 bytes");
+  EXPECT_EQ(message([](auto& o) { o.depth = 4097; }), what + "the depth is 1 to 4096, not 4097");
+  EXPECT_EQ(message([](auto& o) { o.thread_count = 0; }),
+            what + "thread_count, transfer_limit and bounce_count are at least 1");
 }
 
 INSTANTIATE_TEST_SUITE_P(Engines, FileStore, ::testing::Values(FileEngine::kThreads, FileEngine::kIoUring),
@@ -515,6 +692,41 @@ TEST(ScratchFile, GivesItsSpaceBackAtItsEnd) {
   ASSERT_EQ(::fstat(other, &facts), 0);
   EXPECT_EQ(facts.st_blocks, 0);
   ::close(other);
+}
+
+TEST(ScratchFile, GrowsAndKeepsItsFactsWhenItIsMoved) {
+  const TemporaryDirectory directory;
+  auto one = internal::ScratchFile::create(directory.path(), {});
+  auto other = internal::ScratchFile::create(directory.path(), {.direct = false});
+  ASSERT_TRUE(one.ok() && other.ok());
+  internal::ScratchFile direct = std::move(one).value();
+  internal::ScratchFile buffered = std::move(other).value();
+  const std::size_t alignment_bytes = direct.alignment_bytes();
+  const bool is_direct = direct.direct();
+  bool reserved = false;
+  ASSERT_TRUE(direct.grow(1 << 20, &reserved).ok());
+
+  std::swap(direct, buffered);
+
+  EXPECT_EQ(buffered.alignment_bytes(), alignment_bytes);
+  EXPECT_EQ(buffered.direct(), is_direct);
+  EXPECT_EQ(direct.alignment_bytes(), 1u);
+  // It knows that it has them.
+  struct stat facts {};
+  ASSERT_TRUE(buffered.grow(1 << 19, &reserved).ok());
+  ASSERT_EQ(::fstat(buffered.descriptor(), &facts), 0);
+  EXPECT_EQ(facts.st_size, 1 << 20);
+}
+
+TEST(ScratchFile, TakesTheNextNameWhereOneIsTaken) {
+  const TemporaryDirectory directory;
+  const std::string taken = directory.path() + "/.forebay-scratch-" + std::to_string(::getpid()) + "-0";
+  std::filesystem::create_directory(taken);
+
+  EXPECT_TRUE(internal::ScratchFile::create(directory.path(), {.unnamed = false}).ok());
+
+  EXPECT_TRUE(std::filesystem::exists(taken));
+  EXPECT_EQ(testing::count_entries(directory.path().c_str()), 3u);
 }
 
 TEST(ScratchFile, HasNoNameEitherWay) {

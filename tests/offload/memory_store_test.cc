@@ -116,7 +116,12 @@ TEST(MemoryStore, AModelledDriveServesOneTransferAfterTheOther) {
   const StoreTicket read = store->read(range, 0, target.data(), 5000).value();  // Until 25 ms.
 
   EXPECT_FALSE(store->poll(write).value());
-  EXPECT_EQ(store->wait(write, milliseconds(22)).code(), StatusCode::kTimeout);
+  const Status late = store->wait(write, milliseconds(22));
+  EXPECT_EQ(late.code(), StatusCode::kTimeout);
+  EXPECT_EQ(
+      late.message(),
+      "a transfer was not done within 22 ms; wait for its ticket again, and see whether the drive still "
+      "answers");
   EXPECT_EQ(clock.now(), milliseconds(22));
   EXPECT_TRUE(store->wait(write, kSoon).ok());
   EXPECT_EQ(clock.now(), milliseconds(23));

@@ -4,6 +4,9 @@
 
 #include <cstring>
 #include <random>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include "forebay/host_backend.h"
 #include "tests/offload/memory_store.h"
@@ -26,7 +29,10 @@ class MoverTest : public ::testing::Test {
     buffers_ = std::move(StagingBuffers::create(*pool_,
                                                 {.buffer_bytes = 2 * kGranule, .buffer_count = buffer_count}))
                    .value();
-    mover_ = std::move(Mover::create(*backend_, *store_, *buffers_)).value();
+    failures_.clear();
+    mover_ = std::move(Mover::create(*backend_, *store_, *buffers_, [this](const Status& status) {
+               failures_.push_back(status.message());
+             })).value();
   }
   Status drain() {
     EXPECT_TRUE(backend_->stream_synchronize(mover_->stream()).ok());
@@ -38,6 +44,7 @@ class MoverTest : public ::testing::Test {
   std::unique_ptr<PinnedPool> pool_;
   std::unique_ptr<StagingBuffers> buffers_;
   std::unique_ptr<Mover> mover_;
+  std::vector<std::string> failures_;  // Those that the mover has told of.
 };
 
 TEST_F(MoverTest, BringsBackWhatItTookAway) {
@@ -109,6 +116,41 @@ TEST_F(MoverTest, SaysWhatFailedAndDoesNothingMore) {
   }
 }
 
+TEST_F(MoverTest, TellsOfTheFirstFailureAlone) {
+  make(2, {.faults = {{StoreDirection::kRead, 1, Status(StatusCode::kIoError, "first")},
+                      {StoreDirection::kRead, 2, Status(StatusCode::kIoError, "second")}}});
+  const StoreRange range = store_->create_range("r", 10 * kGranule).value();
+  const DevicePtr device = backend_->alloc(10 * kGranule).value();
+
+  ASSERT_TRUE(mover_->fetch({range, 0, 10 * kGranule, 10 * kGranule}, device).ok());
+
+  EXPECT_EQ(drain().message(), "cannot read 8192 bytes at 0 of range 'r': first");
+  EXPECT_EQ(failures_, std::vector<std::string>{drain().message()});
+  EXPECT_EQ(store_->statistics().transfers_in_flight, 0u);
+}
+
+TEST_F(MoverTest, TellsOfATransferThatTheStoreRefuses) {
+  for (const bool fetches : {true, false}) {
+    make(2);
+    const DevicePtr device = backend_->alloc(kGranule).value();
+    const StoredBytes nowhere{StoreRange{7}, 0, kGranule, kGranule};
+
+    ASSERT_TRUE((fetches ? mover_->fetch(nowhere, device) : mover_->spill(device, nowhere)).ok());
+
+    EXPECT_EQ(drain().message(), "no range has the index 7; the store has 0, from create_range");
+    EXPECT_EQ(failures_.size(), 1u);
+  }
+}
+
+TEST_F(MoverTest, EndsItsStream) {
+  make(2);
+  const std::size_t before = backend_->live_handle_count();
+
+  mover_.reset();
+
+  EXPECT_EQ(backend_->live_handle_count(), before - 1);
+}
+
 TEST_F(MoverTest, WaitsWhereTheStoreHasNoRoom) {
   make(4, {.transfer_limit = 1});
   const StoreRange range = store_->create_range("r", 40 * kGranule).value();
@@ -124,10 +166,15 @@ TEST_F(MoverTest, WaitsWhereTheStoreHasNoRoom) {
 
 TEST_F(MoverTest, RefusesBuffersThatDoNotFit) {
   make(2);
-  EXPECT_EQ(Mover::create(*backend_, *store_, *buffers_).status().code(), StatusCode::kInvalidArgument);
+  EXPECT_EQ(Mover::create(*backend_, *store_, *buffers_).status().message(),
+            "a mover cannot use staging buffers that others have taken some of; give it its own");
   auto other = std::move(make_memory_store({.granule_bytes = 64 << 10})).value();
   auto small = std::move(StagingBuffers::create(*pool_, {.buffer_bytes = 4096, .buffer_count = 2})).value();
-  EXPECT_EQ(Mover::create(*backend_, *other, *small).status().code(), StatusCode::kInvalidArgument);
+  const Status refused = Mover::create(*backend_, *other, *small).status();
+  EXPECT_EQ(refused.code(), StatusCode::kInvalidArgument);
+  EXPECT_EQ(refused.message(),
+            "a mover cannot use staging buffers of 4096 bytes; the store's granule is 65536 bytes, give a "
+            "multiple of it");
 }
 
 }  // namespace

@@ -71,6 +71,43 @@ TEST_F(StagingBuffersTest, AreAlignedApartAndBounded) {
   EXPECT_EQ(statistics.wait_count, 1u);
 }
 
+TEST_F(StagingBuffersTest, AreTakenFromTheFirstOnAndTheWarmestAgain) {
+  std::byte* const first = buffers_->memory().data();
+  EXPECT_EQ(buffers_->memory().size(), kCount * kBytes);
+  StagingBuffer one = buffers_->try_take().value();
+  StagingBuffer other = buffers_->try_take().value();
+  EXPECT_EQ(one.data(), first);
+  EXPECT_EQ(other.data(), first + kBytes);
+
+  one.give();
+  other.give();
+
+  EXPECT_EQ(buffers_->try_take().value().data(), first + kBytes);
+}
+
+TEST_F(StagingBuffersTest, SayHowLongNoneWasFree) {
+  std::vector<StagingBuffer> taken;
+  for (std::size_t i = 0; i < kCount; ++i) taken.push_back(buffers_->try_take().value());
+
+  const Status status = buffers_->take(milliseconds(3)).status();
+
+  EXPECT_EQ(
+      status.message(),
+      "no staging buffer within 3 ms: all 3 of 16.00 KiB are taken; see whether the drive still answers, "
+      "or make more of them");
+  EXPECT_GE(buffers_->statistics().wait_ns, 3'000'000u);
+}
+
+TEST_F(StagingBuffersTest, CanBeWaitedForWithoutADeadline) {
+  std::vector<StagingBuffer> taken;
+  for (std::size_t i = 0; i < kCount; ++i) taken.push_back(buffers_->try_take().value());
+  std::thread waiting([&] { EXPECT_TRUE(buffers_->take(milliseconds::max()).ok()); });
+  wait_until_waiting(1);
+
+  taken.pop_back();
+  waiting.join();
+}
+
 TEST_F(StagingBuffersTest, MoveAndGiveThemselvesBackOnce) {
   StagingBuffer first = buffers_->try_take().value();
   std::byte* const place = first.data();
@@ -81,6 +118,8 @@ TEST_F(StagingBuffersTest, MoveAndGiveThemselvesBackOnce) {
   EXPECT_EQ(buffers_->statistics().taken_count, 2u);
   second = std::move(first);  // The earlier buffer of `second` goes back.
   EXPECT_EQ(buffers_->statistics().taken_count, 1u);
+  EXPECT_EQ(second.bytes(), kBytes);
+  EXPECT_EQ(first.bytes(), 0u);
   second.give();
   second.give();
 
@@ -262,9 +301,14 @@ TEST_F(StagingBuffersTest, AreRefusedWhereTheyCannotBe) {
   EXPECT_EQ(code(0, 1), StatusCode::kInvalidArgument);
   EXPECT_EQ(code(kPage + 1, 1), StatusCode::kInvalidArgument);
   EXPECT_EQ(code(SIZE_MAX / kPage * kPage, 2), StatusCode::kInvalidArgument);
+  EXPECT_EQ(
+      StagingBuffers::create(*pool_, {.buffer_bytes = 5000, .buffer_count = 2}).status().message(),
+      "cannot make 2 staging buffers of 5000 bytes: the size must be a multiple of the page, 4096 bytes");
   auto small = PinnedPool::create(*backend_, {.limit_bytes = 4 << 20}).value();
   const auto refused = StagingBuffers::create(*small, {.buffer_bytes = 1 << 20, .buffer_count = 64});
   EXPECT_EQ(refused.status().code(), StatusCode::kOutOfMemory) << refused.status().to_string();
+  EXPECT_TRUE(refused.status().message().starts_with("cannot make 64 staging buffers of 1.00 MiB"))
+      << refused.status().message();
 }
 
 TEST_F(StagingBuffersTest, DyingBuffersThatAreStillTakenIsADefect) {

@@ -364,6 +364,46 @@ TEST_P(StoreConformance, RefusesWhatCannotBeTransferred) {
   EXPECT_EQ(store_->statistics().transfers_in_flight, 0u);
 }
 
+TEST_P(StoreConformance, SaysWhyItRefuses) {
+  const StoreRange range = make_range("w", 2 * kGranule + 10);
+  Memory memory(4 * kGranule);
+  std::byte* const target = memory.data();
+  struct Case {
+    StoreTransfer transfer;
+    std::string message;
+  };
+  const auto read = StoreDirection::kRead;
+  const auto write = StoreDirection::kWrite;
+  for (const Case& one : std::vector<Case>{
+           {{read, range, kGranule, target, 2 * kGranule},
+            "cannot read 8192 bytes at 4096 of range 'w': the range has 8202 bytes; stay within them"},
+           {{write, range, 0, target, 10},
+            "cannot write 10 bytes at 0 of range 'w': transfers are of whole granules of 4096 bytes, or end "
+            "with the range; change offset or bytes"},
+           {{write, range, 0, nullptr, kGranule},
+            "cannot write 4096 bytes at 0 of range 'w': the memory is null; give an address"},
+           {{read, StoreRange{7}, 0, target, kGranule},
+            "no range has the index 7; the store has 1, from create_range"}}) {
+    EXPECT_EQ(store_->submit({&one.transfer, 1}).status().message(), one.message);
+  }
+  EXPECT_EQ(store_->submit({}).status().message(), "cannot submit an empty batch; leave it out");
+  EXPECT_EQ(store_->poll(StoreTicket{4711}).status().message(),
+            "no ticket has the id 4711; a ticket is spent when it has been found done or failed");
+
+  std::vector<StoreTransfer> many(kLimit + 1, {read, range, 0, target, kGranule});
+  EXPECT_EQ(store_->submit(many).status().message(),
+            "cannot submit 25 transfers at once: at most 24 may be in flight; split the batch or raise "
+            "transfer_limit");
+  EXPECT_EQ(store_->statistics().refused_count, 0u);
+  many.resize(kLimit - 1, {});
+  const auto ticket = store_->submit(many);
+  ASSERT_TRUE(ticket.ok()) << ticket.status().to_string();
+  EXPECT_EQ(store_->submit(std::span(many).first(3)).status().message(),
+            "cannot submit 3 transfers: 23 of 24 are in flight; wait for a ticket first");
+  EXPECT_EQ(store_->statistics().refused_count, 1u);
+  ASSERT_TRUE(store_->wait(ticket.value(), kSoon).ok());
+}
+
 TEST_P(StoreConformance, BeginsNothingOfABatchWithAMistake) {
   const StoreRange range = make_range("w", 2 * kGranule);
   Memory source(kGranule);

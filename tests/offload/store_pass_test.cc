@@ -86,6 +86,19 @@ class StorePassTest : public ::testing::Test {
   std::unique_ptr<StorePass> pass_;
 };
 
+TEST(StorePassPart, BeginsEachFieldOnAPage) {
+  StorePassPart part;
+  part.fields[0].bytes = 5000;
+  part.fields[1].bytes = 4096;
+  part.fields[2].bytes = 1;
+  part.field_count = 3;
+
+  EXPECT_EQ(part.field_offset(0), 0u);
+  EXPECT_EQ(part.field_offset(1), 8192u);
+  EXPECT_EQ(part.field_offset(2), 12288u);
+  EXPECT_EQ(part.buffer_bytes(), 16384u);
+}
+
 TEST_F(StorePassTest, ChangesEveryPartOnceInAnyOrderOfCompletion) {
   for (std::uint64_t seed = 0; seed < 20; ++seed) {
     for (const std::size_t buffers : {1, 2, 5, 40}) {
@@ -178,6 +191,115 @@ TEST_F(StorePassTest, SaysWhichReadOrWriteFailed) {
       EXPECT_EQ(buffers_->statistics().taken_count, 0u);
     }
   }
+}
+
+TEST_F(StorePassTest, KeepsTheFirstFailure) {
+  for (const StoreDirection direction : {StoreDirection::kRead, StoreDirection::kWrite}) {
+    make(6, 6,
+         {.faults = {{direction, 1, Status(StatusCode::kIoError, "first")},
+                     {direction, 3, Status(StatusCode::kIoError, "second")}}});
+    if (direction == StoreDirection::kRead) {
+      pass_->begin(all());
+      pass_->wait_for_reads();
+    } else {
+      EXPECT_FALSE(run(all()).ok());
+    }
+
+    for (int i = 0; i < 2; ++i) {
+      EXPECT_NE(pass_->finish().message().find("first"), std::string::npos) << pass_->finish().message();
+    }
+    pass_.reset();
+    EXPECT_EQ(store_->statistics().transfers_in_flight, 0u);
+  }
+}
+
+TEST_F(StorePassTest, LeavesNothingUnderWay) {
+  make(6, 3);
+  pass_->begin(all());
+  EXPECT_GT(store_->statistics().transfers_in_flight, 0u);
+  pass_->drop();
+  EXPECT_EQ(store_->statistics().transfers_in_flight, 0u);
+
+  pass_->begin(all());
+  pass_->begin({});
+  EXPECT_EQ(store_->statistics().transfers_in_flight, 0u);
+
+  // The writes of ended parts, too, without finish().
+  pass_->begin(all());
+  ASSERT_TRUE(pass_->next().ok());
+  ASSERT_TRUE(pass_->done(true).ok());
+  pass_.reset();
+  EXPECT_EQ(store_->statistics().transfers_in_flight, 0u);
+  EXPECT_EQ(buffers_->statistics().taken_count, 0u);
+}
+
+TEST_F(StorePassTest, ReadsNothingBetweenADropAndTheNextBegin) {
+  make(6, 2);
+  pass_->begin(all());
+  pass_->drop();
+  const std::uint64_t dropped = store_->statistics().read_bytes;
+
+  ASSERT_TRUE(pass_->finish().ok());
+  pass_->begin({});
+
+  EXPECT_EQ(store_->statistics().read_bytes, dropped);
+  EXPECT_EQ(buffers_->statistics().taken_count, 0u);
+}
+
+TEST_F(StorePassTest, WritesNothingAfterAFailure) {
+  make(6, 6, {.faults = {{StoreDirection::kWrite, 1, Status(StatusCode::kIoError, "scripted")}}});
+  pass_->begin(all());
+  ASSERT_TRUE(pass_->next().ok());
+  ASSERT_TRUE(pass_->done(true).ok());
+  ASSERT_TRUE(pass_->next().ok());
+  EXPECT_EQ(pass_->finish().code(), StatusCode::kIoError);
+
+  EXPECT_EQ(pass_->done(true).code(), StatusCode::kIoError);
+
+  EXPECT_EQ(pass_->finish().code(), StatusCode::kIoError);
+  EXPECT_EQ(store_->statistics().written_bytes, 0u);
+}
+
+TEST_F(StorePassTest, FinishWaitsForTheWritesOfAllEndedParts) {
+  make(4, 4);
+  pass_->begin(all());
+  for (int i = 0; i < 4; ++i) {
+    ASSERT_TRUE(pass_->next().ok());
+    ASSERT_TRUE(pass_->done(true).ok());
+  }
+
+  ASSERT_TRUE(pass_->finish().ok());
+
+  EXPECT_EQ(store_->statistics().transfers_in_flight, 0u);
+  EXPECT_EQ(store_->statistics().written_bytes, 2 * (4 * kPartBytes - 100));
+}
+
+TEST_F(StorePassTest, SaysThatTheStoreRefusesAPart) {
+  make(2, 2);
+  parts_[0].fields[0].range = StoreRange{7};
+
+  EXPECT_EQ(run(all()).message(), "no range has the index 7; the store has 3, from create_range");
+  EXPECT_EQ(pass_->finish().code(), StatusCode::kInvalidArgument);
+  EXPECT_EQ(buffers_->statistics().taken_count, 0u);
+}
+
+TEST_F(StorePassTest, SaysThatTheStoreRefusesAWrite) {
+  make(2, 2);
+  // One is read only, and the other is written to a range that there is not.
+  parts_[0].fields[2].range = StoreRange{7};
+
+  EXPECT_EQ(run(all()).message(), "no range has the index 7; the store has 3, from create_range");
+  EXPECT_EQ(pass_->finish().code(), StatusCode::kInvalidArgument);
+}
+
+using StorePassDeathTest = StorePassTest;
+
+TEST_F(StorePassDeathTest, APartIsNoLargerThanABuffer) {
+  make(2, 2);
+  parts_[0].fields[3] = {ranges_[0], 0, kGranule, true, true};
+  parts_[0].field_count = 4;
+
+  EXPECT_DEATH(pass_->begin(all()), "a part of 40960 bytes in a buffer of 36864");
 }
 
 }  // namespace
