@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "forebay/backend.h"
+#include "runtime/device/address_text.h"
 
 namespace forebay {
 namespace {
@@ -27,7 +28,9 @@ TEST_P(BackendConformance, CapabilitiesAreUsable) {
 
 TEST_P(BackendConformance, ReserveAlignsAndRefusesOddSizes) {
   const std::size_t alignment = granule_ * 8;
+  const DevicePtr odd = backend_->reserve(granule_, 0).value();
   const DevicePtr base = backend_->reserve(granule_, alignment).value();
+  EXPECT_TRUE(backend_->release(odd, granule_).ok());
   EXPECT_EQ(reinterpret_cast<std::uintptr_t>(base) % alignment, 0u);
   EXPECT_REFUSED(backend_->reserve(0, 0).status());
   EXPECT_REFUSED(backend_->reserve(granule_ + 1, 0).status());
@@ -36,6 +39,109 @@ TEST_P(BackendConformance, ReserveAlignsAndRefusesOddSizes) {
   EXPECT_REFUSED(backend_->release(base + granule_, granule_));
   EXPECT_TRUE(backend_->release(base, granule_).ok());
   EXPECT_REFUSED(backend_->release(base, granule_));
+}
+
+TEST_P(BackendConformance, RefusalsNameTheRequestTheFindingAndARemedy) {
+  const auto refuses = [&](const Status& status, const std::string& what, const std::string& found_and_try) {
+    EXPECT_REFUSED(status);
+    EXPECT_EQ(status.message(),
+              "cannot " + what + " on " + backend_->capabilities().name + ": " + found_and_try);
+  };
+  const std::string granule = format_bytes(granule_);
+  const std::string odd = "reserve " + format_bytes(granule_ + 1) + " of addresses";
+  refuses(backend_->reserve(granule_ + 1, 0).status(), odd,
+          "not a multiple of the granularity; round up to " + granule);
+  refuses(backend_->reserve(granule_, granule_ * 3).status(), "reserve " + granule + " of addresses",
+          "an alignment of " + std::to_string(granule_ * 3) +
+              " is not a power of two; give one, or 0 for the granularity");
+  const DevicePtr base = backend_->reserve(granule_ * 4, 0).value();
+  const auto at = [&](std::size_t index, std::size_t count) {
+    return range_text(base + granule_ * index, granule_ * count);
+  };
+  refuses(backend_->release(base, granule_ * 2), "release " + at(0, 2),
+          format_bytes(granule_ * 4) + " were reserved; release exactly those");
+  refuses(backend_->release(base + granule_, granule_), "release " + at(1, 1),
+          "no reservation starts there; give the address that reserve returned");
+
+  const Chunk chunk = backend_->chunk_create(granule_).value();
+  const Chunk wide = backend_->chunk_create(granule_ * 2).value();
+  const auto map_at = [&](std::size_t offset) { return "map a chunk at " + hex(numeric(base + offset)); };
+  refuses(backend_->map(base + granule_ * 3, wide), map_at(granule_ * 3),
+          format_bytes(granule_ * 2) + " from there are not within one reservation; reserve them");
+  refuses(backend_->map(base + granule_ * 64, chunk), map_at(granule_ * 64),
+          granule + " from there are not within one reservation; reserve them");
+  refuses(backend_->map(base + 512, chunk), map_at(512),
+          "not a multiple of the granularity, " + granule + "; align the address");
+  ASSERT_TRUE(backend_->map(base + granule_, wide).ok());
+  refuses(backend_->map(base + granule_ * 2, chunk), map_at(granule_ * 2),
+          at(1, 2) + " are mapped already; unmap them first");
+  refuses(backend_->release(base, granule_ * 4), "release " + at(0, 4),
+          format_bytes(granule_ * 2) + " of it are still mapped; unmap them first");
+  refuses(backend_->set_access(base, granule_ * 3), "set access to " + at(0, 3),
+          "no mapping starts there; give whole mappings");
+  refuses(backend_->set_access(base + granule_, granule_ * 3), "set access to " + at(1, 3),
+          "part of the range is not mapped; give a range without holes");
+  refuses(backend_->unmap(base + granule_, granule_), "unmap " + at(1, 1),
+          "the range ends within a mapping; give whole mappings");
+  refuses(backend_->unmap(base + granule_, granule_ + 1),
+          "unmap " + range_text(base + granule_, granule_ + 1),
+          "not a multiple of the granularity; give whole mappings");
+
+  const DevicePtr block = backend_->alloc(granule_).value();
+  refuses(backend_->unmap(block, granule_), "unmap " + range_text(block, granule_),
+          "the range is not within one reservation; give a range from reserve");
+  refuses(backend_->map(block, chunk), "map a chunk at " + hex(numeric(block)),
+          "that is a block of alloc; map at an address from reserve");
+  refuses(backend_->fill_async(nullptr, 1, 16, stream_), "fill " + range_text(nullptr, 16),
+          "the address is null; give a valid one");
+  refuses(backend_->fill_async(block, 1, SIZE_MAX, stream_), "fill " + range_text(block, SIZE_MAX),
+          "the range wraps around; give its size in bytes");
+  refuses(backend_->fill_async(base + granule_, 1, 16, stream_), "fill " + range_text(base + granule_, 16),
+          "part of the range has no access; call set_access first");
+  refuses(backend_->fill_async(base, 1, 16, stream_), "fill " + range_text(base, 16),
+          "part of the range is not mapped; map a chunk first");
+  refuses(backend_->alloc(0).status(), "allocate 0 bytes", "a block has at least 1 byte; ask for more");
+  const Status all = backend_->alloc(SIZE_MAX).status();
+  EXPECT_EQ(all.code(), StatusCode::kOutOfMemory);
+  EXPECT_NE(all.message().find("more than there are addresses; ask for less"), std::string::npos)
+      << all.message();
+
+  EXPECT_TRUE(backend_->free(block).ok());
+  EXPECT_TRUE(backend_->unmap(base + granule_, granule_ * 2).ok());
+  EXPECT_TRUE(backend_->chunk_destroy(wide).ok());
+  EXPECT_TRUE(backend_->chunk_destroy(chunk).ok());
+  EXPECT_TRUE(backend_->release(base, granule_ * 4).ok());
+}
+
+TEST_P(BackendConformance, AStaleChunkIsNotTheOneThatTookItsPlace) {
+  const DevicePtr base = backend_->reserve(granule_, 0).value();
+  const Chunk stale = backend_->chunk_create(granule_).value();
+  ASSERT_TRUE(backend_->chunk_destroy(stale).ok());
+  const Chunk chunk = backend_->chunk_create(granule_).value();
+
+  EXPECT_REFUSED(backend_->chunk_destroy(stale));
+  EXPECT_REFUSED(backend_->map(base, stale));
+
+  EXPECT_TRUE(backend_->chunk_destroy(chunk).ok());
+  EXPECT_TRUE(backend_->release(base, granule_).ok());
+}
+
+TEST_P(BackendConformance, AChunkKeepsItsBytesWhileItIsNotMapped) {
+  const DevicePtr base = backend_->reserve(granule_ * 2, 0).value();
+  const Chunk chunk = backend_->chunk_create(granule_).value();
+  ASSERT_TRUE(backend_->map(base, chunk).ok());
+  ASSERT_TRUE(backend_->set_access(base, granule_).ok());
+  write(base, 0x2B, granule_);
+  ASSERT_TRUE(backend_->unmap(base, granule_).ok());
+
+  ASSERT_TRUE(backend_->map(base + granule_, chunk).ok());
+  ASSERT_TRUE(backend_->set_access(base + granule_, granule_).ok());
+
+  expect_byte(base + granule_, 0x2B);
+  expect_byte(base + granule_ * 2 - 1, 0x2B);
+  EXPECT_TRUE(backend_->unmap(base + granule_, granule_).ok());
+  EXPECT_TRUE(backend_->chunk_destroy(chunk).ok());
+  EXPECT_TRUE(backend_->release(base, granule_ * 2).ok());
 }
 
 TEST_P(BackendConformance, ChunksAreChargedAndRefusedBeyondTheDevice) {
@@ -151,8 +257,17 @@ TEST_P(BackendConformance, PinTakesWholePagesOnce) {
   auto* const pages = static_cast<std::byte*>(memory.get());
   EXPECT_REFUSED(backend_->pin(pages + 1, kPage));
   EXPECT_REFUSED(backend_->pin(pages, kPage + 1));
+  EXPECT_REFUSED(backend_->pin(pages, 0));
+  EXPECT_REFUSED(backend_->pin(nullptr, kPage));
+  EXPECT_REFUSED(backend_->pin(pages, SIZE_MAX / kPage * kPage));
   ASSERT_TRUE(backend_->pin(pages, 2 * kPage).ok());
   EXPECT_REFUSED(backend_->pin(pages + kPage, kPage));
+  // Beside it there is room.
+  ASSERT_TRUE(backend_->pin(pages + 2 * kPage, kPage).ok());
+  EXPECT_TRUE(backend_->unpin(pages).ok());
+  EXPECT_REFUSED(backend_->pin(pages, 4 * kPage));  // Around a pinned page.
+  EXPECT_TRUE(backend_->pin(pages, 2 * kPage).ok());
+  EXPECT_TRUE(backend_->unpin(pages + 2 * kPage).ok());
   EXPECT_TRUE(backend_->unpin(pages).ok());
   EXPECT_REFUSED(backend_->unpin(pages));
 }
@@ -172,13 +287,20 @@ TEST_P(BackendConformance, TimedEventsTellTheTimeBetweenThem) {
   const Event begin = backend_->timed_event_create().value();
   const Event end = backend_->timed_event_create().value();
   EXPECT_REFUSED(backend_->elapsed(begin, end).status());
+  EXPECT_EQ(backend_->elapsed(begin, end).status().message(),
+            std::string("cannot read a time on ") + backend_->capabilities().name +
+                ": an event was never recorded; record both first");
   Gate gate;
   const HostFunction sleep = [](void*) { std::this_thread::sleep_for(milliseconds(2)); };
   ASSERT_TRUE(backend_->event_record(begin, stream_).ok());
+  EXPECT_REFUSED(backend_->elapsed(begin, end).status());
+  EXPECT_REFUSED(backend_->elapsed(end, begin).status());
+  ASSERT_TRUE(backend_->event_synchronize(begin).ok());
   ASSERT_TRUE(backend_->call_host(stream_, &Gate::wait, &gate).ok());
   ASSERT_TRUE(backend_->call_host(stream_, sleep, nullptr).ok());
   ASSERT_TRUE(backend_->event_record(end, stream_).ok());
   EXPECT_EQ(backend_->elapsed(begin, end).status().code(), StatusCode::kUnavailable);
+  EXPECT_EQ(backend_->elapsed(end, begin).status().code(), StatusCode::kUnavailable);
   gate.release();
   ASSERT_TRUE(backend_->event_synchronize(end).ok());
 
@@ -525,13 +647,16 @@ TEST_P(BackendConformance, NothingIsReadOrWrittenWithoutAccess) {
   expect_refused(base + granule_, 16);  // Mapped, without access.
   ASSERT_TRUE(backend_->set_access(base + granule_, granule_).ok());
   EXPECT_TRUE(backend_->fill_async(base + granule_, 1, granule_, stream_).ok());
-  expect_refused(base + granule_ - 1, 2);      // Begins before the mapping.
-  expect_refused(base + granule_ * 2 - 1, 2);  // Ends behind it.
+  expect_refused(base + granule_ - 1, 2);       // Begins before the mapping.
+  expect_refused(base + granule_ * 2 - 1, 2);   // Ends behind it.
+  expect_refused(base + granule_ * 4 - 8, 16);  // Ends behind the reservation.
   ASSERT_TRUE(backend_->stream_synchronize(stream_).ok());
   ASSERT_TRUE(backend_->unmap(base + granule_, granule_).ok());
   expect_refused(base + granule_, 16);  // No longer mapped.
   ASSERT_TRUE(backend_->map(base, chunk).ok());
   expect_refused(base, 16);  // A new mapping begins without access.
+  ASSERT_TRUE(backend_->set_access(base, granule_).ok());
+  expect_refused(base - 8, 16);  // Begins before the reservation.
   EXPECT_TRUE(backend_->stream_synchronize(stream_).ok());
 
   EXPECT_TRUE(backend_->unmap(base, granule_).ok());
@@ -556,14 +681,24 @@ TEST_P(BackendConformance, LaunchesThatMakeNoSenseAreRefused) {
   const void* arguments[] = {&block, &value};
   const void* null_arguments[] = {&block, nullptr};
   const std::size_t bytes[] = {sizeof(block), sizeof(value)};
-  EXPECT_REFUSED(backend_->launch(kernel, {0, 1, 1}, {}, arguments, bytes, 2, stream_));
-  EXPECT_REFUSED(backend_->launch(kernel, {}, {1, 1, 0}, arguments, bytes, 2, stream_));
+  const std::size_t empty_bytes[] = {sizeof(block), 0};
+  for (const Dimensions& none : {Dimensions{0, 1, 1}, Dimensions{1, 0, 1}, Dimensions{1, 1, 0}}) {
+    EXPECT_REFUSED(backend_->launch(kernel, none, {}, arguments, bytes, 2, stream_));
+    EXPECT_REFUSED(backend_->launch(kernel, {}, none, arguments, bytes, 2, stream_));
+  }
+  EXPECT_REFUSED(backend_->launch(kernel, {}, {}, arguments, nullptr, 2, stream_));
+  EXPECT_EQ(backend_->launch(kernel, {}, {}, arguments, empty_bytes, 2, stream_).message(),
+            std::string("cannot launch a kernel on ") + backend_->capabilities().name +
+                ": argument 1 is null or empty; give its value");
   EXPECT_REFUSED(backend_->launch(kernel, {}, {}, nullptr, bytes, 2, stream_));
   EXPECT_REFUSED(backend_->launch(kernel, {}, {}, null_arguments, bytes, 2, stream_));
   EXPECT_REFUSED(backend_->launch(kernel, {}, {}, arguments, bytes, 2, Stream{}));
   expect_byte(block, 0);
   EXPECT_TRUE(backend_->unload_module(module).ok());
-  EXPECT_REFUSED(backend_->launch(kernel, {}, {}, arguments, bytes, 2, stream_));
+  const Status gone = backend_->launch(kernel, {}, {}, arguments, bytes, 2, stream_);
+  EXPECT_REFUSED(gone);
+  EXPECT_EQ(gone.message(), std::string("cannot launch a kernel on ") + backend_->capabilities().name +
+                                ": there is no such kernel; give one that get_kernel returned");
   EXPECT_REFUSED(backend_->get_kernel(module, GetParam().store_kernel).status());
   EXPECT_TRUE(backend_->free(block).ok());
 }

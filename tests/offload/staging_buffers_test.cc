@@ -103,6 +103,7 @@ TEST_F(StagingBuffersTest, CanBeWaitedForWithoutADeadline) {
   for (std::size_t i = 0; i < kCount; ++i) taken.push_back(buffers_->try_take().value());
   std::thread waiting([&] { EXPECT_TRUE(buffers_->take(milliseconds::max()).ok()); });
   wait_until_waiting(1);
+  EXPECT_EQ(buffers_->take(milliseconds(20)).status().code(), StatusCode::kTimeout);
 
   taken.pop_back();
   waiting.join();

@@ -173,7 +173,20 @@ TEST_F(CudaBackendTest, RefusesADeviceThatIsNotThere) {
   EXPECT_NE(status.message().find("cuda:3: there is 1 device; give 0"), std::string::npos)
       << status.message();
   EXPECT_EQ(CudaBackend::create({.ordinal = -1}).status().code(), StatusCode::kInvalidArgument);
-  EXPECT_EQ(CudaBackend::create({.memory_bytes = 1}).status().code(), StatusCode::kInvalidArgument);
+  const Status small = CudaBackend::create({.memory_bytes = kGranule - 1}).status();
+  EXPECT_EQ(small.code(), StatusCode::kInvalidArgument);
+  EXPECT_NE(small.message().find(": a budget of 64.00 KiB is less than one chunk; give at least 64.00 KiB"),
+            std::string::npos)
+      << small.message();
+  EXPECT_NE(CudaBackend::create({.memory_bytes = 1}).status().message().find("give at least 64.00 KiB"),
+            std::string::npos);
+  EXPECT_TRUE(CudaBackend::create({.memory_bytes = kGranule}).ok());
+
+  fake_cuda::FakeOptions options = fake_cuda::strict_options();
+  options.device_count = 3;
+  start(options);
+  EXPECT_EQ(CudaBackend::create({.ordinal = 3}).status().message(),
+            "cannot make a backend on cuda:3: there are 3 devices; give 0 to 2");
 }
 
 // --- facts ---
@@ -188,12 +201,15 @@ TEST_F(CudaBackendTest, SaysWhatItIs) {
   EXPECT_EQ(capabilities.memory_bytes, 64u << 20);
   EXPECT_FALSE(capabilities.host_accessible);
   EXPECT_GT(capabilities.multiprocessor_count, 0);
+  // No more than there is.
+  EXPECT_EQ(make({.memory_bytes = 1_GiB, .room_bytes = 0})->capabilities().memory_bytes, 64u << 20);
 }
 
 TEST_F(CudaBackendTest, ReadsTheSystem) {
   fake_cuda::FakeOptions options = fake_cuda::strict_options();
   options.device_count = 2;
   options.driver_version = 12040;
+  options.compute_capability = 89;
   start(options);
   const CudaSystem system = read_cuda_system().value();
   EXPECT_EQ(system.driver_path, FOREBAY_FAKE_LIBCUDA);
@@ -206,6 +222,12 @@ TEST_F(CudaBackendTest, ReadsTheSystem) {
     EXPECT_FALSE(device.name.empty());
     EXPECT_EQ(device.uuid.size(), 40u) << device.uuid;
     EXPECT_EQ(device.uuid.substr(0, 4), "GPU-");
+    for (std::size_t i = 0; i < device.uuid.size(); ++i) {
+      const bool is_dash = i == 3 || i == 12 || i == 17 || i == 22 || i == 27;
+      EXPECT_EQ(device.uuid[i] == '-', is_dash) << device.uuid;
+    }
+    EXPECT_EQ(device.compute_major, 8);
+    EXPECT_EQ(device.compute_minor, 9);
     EXPECT_EQ(device.memory_bytes, 64u << 20);
     EXPECT_EQ(device.free_bytes, 64u << 20);
     EXPECT_EQ(device.granularity, kGranule);
@@ -215,6 +237,26 @@ TEST_F(CudaBackendTest, ReadsTheSystem) {
   }
   EXPECT_NE(system.devices[0].uuid, system.devices[1].uuid);
   fake_cuda::expect_nothing_left(fake_);
+}
+
+TEST_F(CudaBackendTest, ReadsWhatItCanOfADeviceThatFails) {
+  fake_cuda::FakeOptions options = fake_cuda::strict_options();
+  options.device_count = 2;
+  options.peers = false;
+  start(options);
+  ASSERT_EQ(fake_.fail("cuDeviceGetPCIBusId", 1, static_cast<int>(CuResult::kUnknown)), 0);
+  ASSERT_EQ(fake_.fail("cuMemGetInfo", 1, static_cast<int>(CuResult::kUnknown)), 0);
+  ASSERT_EQ(fake_.fail("cuDeviceGetName", 2, static_cast<int>(CuResult::kUnknown)), 0);
+
+  const CudaSystem system = read_cuda_system().value();
+
+  ASSERT_EQ(system.devices.size(), 2u);
+  const std::string error = "CUDA_ERROR_UNKNOWN; see the CUDA driver's documentation of this error";
+  EXPECT_EQ(system.devices[0].problem, "cannot read the properties of cuda:0: cuDeviceGetPCIBusId: " + error +
+                                           "; cannot read the free memory of cuda:0: cuMemGetInfo: " + error);
+  EXPECT_EQ(system.devices[0].peer_ordinals, std::vector<int>{});
+  EXPECT_EQ(system.devices[1].ordinal, 1);
+  EXPECT_EQ(system.devices[1].problem, "cannot read the properties of cuda:1: cuDeviceGetName: " + error);
 }
 
 TEST(CudaDevice, FindsItsNumaNode) {
@@ -228,8 +270,13 @@ TEST(CudaDevice, FindsItsNumaNode) {
   EXPECT_EQ(read_numa_node(sysfs.path(), "../devices/0000:ab:00.0"), -1);
   std::ofstream(device + "/numa_node") << "-1\n";
   EXPECT_EQ(read_numa_node(sysfs.path(), "0000:ab:00.0"), -1);
-  std::ofstream(device + "/numa_node") << "nonsense\n";
-  EXPECT_EQ(read_numa_node(sysfs.path(), "0000:ab:00.0"), -1);
+  for (const std::string text : {"nonsense\n", "-7\n", "1048577\n"}) {
+    std::ofstream(device + "/numa_node") << text;
+    EXPECT_EQ(read_numa_node(sysfs.path(), "0000:ab:00.0"), -1) << text;
+  }
+  std::filesystem::create_directories(sysfs / "bus/pci/devices/0000:fa:00.0");
+  std::ofstream(sysfs / "bus/pci/devices/0000:fa:00.0/numa_node") << "3\n";
+  EXPECT_EQ(read_numa_node(sysfs.path(), "0000:FA:00.0"), 3);
 }
 
 // --- memory ---
@@ -252,6 +299,15 @@ TEST_F(CudaBackendTest, KeepsItsBudget) {
     EXPECT_EQ(backend->charged_bytes(), 0u);
   }
   fake_cuda::expect_nothing_left(fake_);
+}
+
+TEST_F(CudaBackendTest, HasNoMoreFreeThanTheDeviceHas) {
+  start();
+  const auto backend = make({.memory_bytes = 60_MiB, .room_bytes = 0});
+  const auto other = make({.room_bytes = 0});
+  const Chunk taken = other->chunk_create(32_MiB).value();
+  EXPECT_EQ(backend->memory_info().free_bytes, 32_MiB);
+  EXPECT_TRUE(other->chunk_destroy(taken).ok());
 }
 
 TEST_F(CudaBackendTest, LeavesTheDriverItsRoom) {
@@ -277,7 +333,10 @@ TEST_F(CudaBackendTest, LeavesTheDriverItsRoom) {
     EXPECT_EQ(backend->charged_bytes(), 48_MiB - kept);
     EXPECT_EQ(other->memory_info().free_bytes, kept);
     if (kept != 0) {
-      EXPECT_NE(refused.message().find("kept for the driver"), std::string::npos) << refused.message();
+      EXPECT_NE(refused.message().find(format_bytes(kept) + " of 64.00 MiB free, and " + format_bytes(kept) +
+                                       " are kept for the driver"),
+                std::string::npos)
+          << refused.message();
       EXPECT_NE(refused.message().find("CudaBackendOptions::room_bytes"), std::string::npos);
     }
     EXPECT_TRUE(other->chunk_destroy(taken).ok());
@@ -308,6 +367,9 @@ TEST_F(CudaBackendTest, UrgentStreamsHaveTheHighestPriority) {
     EXPECT_TRUE(backend->stream_destroy(plain).ok());
   }
   EXPECT_EQ(fake_.call_count("cuStreamCreateWithPriority"), 1u);
+  // One of each is kept: two of a kind are one of those and a new one.
+  const Stream urgent[] = {backend->urgent_stream_create().value(), backend->urgent_stream_create().value()};
+  for (const Stream stream : urgent) EXPECT_EQ(priority(stream), -5);
 }
 
 TEST_F(CudaBackendTest, SaysHowMuchIsFreeWhenTheDeviceIsFull) {
@@ -320,6 +382,36 @@ TEST_F(CudaBackendTest, SaysHowMuchIsFreeWhenTheDeviceIsFull) {
         << status.message();
   }
   EXPECT_EQ(backend->charged_bytes(), 0u);
+  const Chunk chunk = backend->chunk_create(16_MiB).value();
+  EXPECT_NE(backend->alloc(65_MiB).status().message().find("48.00 MiB of 64.00 MiB free"), std::string::npos);
+  EXPECT_TRUE(backend->chunk_destroy(chunk).ok());
+}
+
+TEST_F(CudaBackendTest, KeepsItsStreamsAndEventsFromTheNextBackend) {
+  start();
+  auto first = make();
+  const auto second = make();
+  const Stream parked = first->stream_create().value();
+  EXPECT_TRUE(first->stream_destroy(parked).ok());
+  const Stream stream = second->stream_create().value();
+  const Event event = second->event_create().value();
+  EXPECT_NE(stream.handle, parked.handle);
+  EXPECT_EQ(first->stream_create().value().handle, parked.handle);
+
+  first.reset();
+
+  EXPECT_TRUE(second->event_record(event, stream).ok());
+  EXPECT_TRUE(second->event_synchronize(event).ok());
+}
+
+TEST_F(CudaBackendTest, EventsTellNoTimeUnlessTheyWereMadeForIt) {
+  start();
+  const auto backend = make();
+  const Stream stream = backend->stream_create().value();
+  const Event event = backend->event_create().value();
+  EXPECT_TRUE(backend->event_record(event, stream).ok());
+  EXPECT_TRUE(backend->event_synchronize(event).ok());
+  EXPECT_FALSE(backend->elapsed(event, event).ok());
 }
 
 TEST_F(CudaBackendTest, GivesBackWhateverIsLeft) {
@@ -364,6 +456,27 @@ TEST_F(CudaBackendTest, APeerGetsAccessWhenItCopies) {
   EXPECT_EQ(owner->open_to_peer(7).code(), StatusCode::kUnsupported);
 }
 
+TEST_F(CudaBackendTest, APeerGetsAccessWhenItWrites) {
+  fake_cuda::FakeOptions options = fake_cuda::strict_options();
+  options.device_count = 2;
+  start(options);
+  const auto owner = make({.ordinal = 1});
+  const auto peer = make({.ordinal = 0});
+  const DevicePtr target = map_chunk(*owner);
+  const DevicePtr source = map_chunk(*peer);
+  // A mapping without access has none afterwards either.
+  const DevicePtr closed = owner->reserve(kGranule, 0).value();
+  const Chunk chunk = owner->chunk_create(kGranule).value();
+  ASSERT_TRUE(owner->map(closed, chunk).ok());
+  const Stream stream = peer->stream_create().value();
+
+  ASSERT_TRUE(peer->copy_async(target, source, kGranule, stream).ok());
+  ASSERT_TRUE(peer->stream_synchronize(stream).ok());
+
+  expect_access(target, {true, true});
+  expect_access(closed, {false, false});
+}
+
 TEST_F(CudaBackendTest, BackendsThatOpenToPeersGiveEachOtherAccess) {
   fake_cuda::FakeOptions options = fake_cuda::strict_options();
   options.device_count = 3;
@@ -374,6 +487,8 @@ TEST_F(CudaBackendTest, BackendsThatOpenToPeersGiveEachOtherAccess) {
   const auto third = make({.ordinal = 1});
   expect_access(early, {true, false, true});
   expect_access(map_chunk(*second), {true, false, true});
+  expect_access(map_chunk(*third), {false, true, false});
+  const auto late = make({.ordinal = 0, .open_to_peers = true});
   expect_access(map_chunk(*third), {false, true, false});
 }
 
@@ -449,6 +564,11 @@ TEST_F(CudaBackendTest, UnmapsOneAtATimeWhereTheDriverWantsThat) {
     EXPECT_TRUE(backend->unmap(base, 3 * kGranule).ok());
     EXPECT_EQ(fake_.call_count("cuMemUnmap") - before, 4u);
     EXPECT_TRUE(backend->release(base, 3 * kGranule).ok());
+    // There is nothing to take apart where there is one.
+    const DevicePtr one = map_chunk(*backend);
+    fake_.fail("cuMemUnmap", 1, static_cast<int>(CuResult::kInvalidValue));
+    EXPECT_EQ(backend->unmap(one, kGranule).code(), StatusCode::kInvalidArgument);
+    EXPECT_TRUE(backend->unmap(one, kGranule).ok());
   }
   fake_cuda::expect_nothing_left(fake_);
 }
@@ -459,6 +579,8 @@ TEST_F(CudaBackendTest, TellsAtItsEndWhatRefusalNobodyAskedAbout) {
   auto backend = make();
   const Chunk chunk = backend->chunk_create(kGranule).value();
   fake_.fail("cuCtxSetCurrent", 1, static_cast<int>(CuResult::kUnknown));
+  static_cast<void>(backend->chunk_destroy(chunk));
+  fake_.fail("cuMemRelease", 1, static_cast<int>(CuResult::kNotSupported));
   static_cast<void>(backend->chunk_destroy(chunk));
 
   ::testing::internal::CaptureStderr();
@@ -884,6 +1006,7 @@ TEST_F(CudaBackendTest, AnImageWithoutCodeForTheDeviceIsRefused) {
     EXPECT_EQ(is_refused, capability < 90) << capability << ": " << status.message();
     if (!is_refused) continue;
     EXPECT_EQ(status.code(), StatusCode::kUnsupported);
+    EXPECT_EQ(status.message().find("too old"), std::string::npos) << status.message();
     EXPECT_NE(status.message().find("compile the image for this device's architecture"), std::string::npos)
         << status.message();
   }
@@ -896,12 +1019,19 @@ TEST(ImageVersion, IsThatOfTheEntryThatNeedsLeast) {
   EXPECT_EQ(needed(fat_binary({})), 13000);
   EXPECT_EQ(needed("// made by hand\n.version 8.4\n.target sm_80\n"), 12040);
   EXPECT_EQ(needed(".version 8.7\n"), 12080);
+  EXPECT_EQ(needed(".version 8.6\n"), 12070);
+  EXPECT_EQ(needed(".version 8.5\n"), 12050);
+  EXPECT_EQ(needed(".version 7.0\n"), 11000);
+  EXPECT_EQ(needed(".version 8x4\n"), 0);
   EXPECT_EQ(needed(".version 6.0\n"), 0);
   EXPECT_EQ(needed("forebay kernels\n"), 0);
   // Damaged images tell nothing.
   const std::string whole = fat_binary({8});
   for (std::size_t bytes = 0; bytes < whole.size(); ++bytes) needed(whole.substr(0, bytes));
   EXPECT_EQ(needed(whole.substr(0, 40)), 0);
+  std::string wide_header = whole;
+  wide_header[7] = 0x7F;
+  EXPECT_EQ(needed(wide_header), 0);
 }
 
 TEST_F(CudaBackendTest, StreamsBeyondThoseKeptAreDestroyed) {

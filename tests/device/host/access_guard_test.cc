@@ -78,6 +78,53 @@ TEST(AccessGuard, RefusesARangeThatIsGuardedOrNotMapped) {
   EXPECT_EQ(two.guard.open(two.guarded, Access::kRead, {}).code(), StatusCode::kInvalidArgument);
 }
 
+TEST(AccessGuard, GuardsRangesBesideEachOther) {
+  TwoMappings two;
+  const Status beside = two.guard.guard(two.open, kGranule, "others");
+  EXPECT_TRUE(beside.ok()) << beside.to_string();
+  ASSERT_TRUE(two.backend->unmap(two.guarded, kGranule).ok());
+  ASSERT_TRUE(two.backend->map(two.guarded, two.chunk).ok());
+
+  TwoMappings other;
+  ASSERT_TRUE(other.backend->unmap(other.guarded, 2 * kGranule).ok());
+  const DevicePtr base = other.backend->reserve(2 * kGranule, 0).value();
+  for (const DevicePtr address : {base, base + kGranule}) {
+    ASSERT_TRUE(other.backend->map(address, other.chunk).ok());
+  }
+  EXPECT_TRUE(other.guard.guard(base + kGranule, kGranule, "second").ok());
+  EXPECT_TRUE(other.guard.guard(base, kGranule, "first").ok());
+  EXPECT_EQ(other.guard.guard(base, 2 * kGranule, "both").code(), StatusCode::kInvalidArgument);
+  ASSERT_TRUE(other.backend->unmap(base, 2 * kGranule).ok());
+  ASSERT_TRUE(other.backend->release(base, 2 * kGranule).ok());
+  // One that reaches into it.
+  const DevicePtr again = other.backend->reserve(2 * kGranule, 0).value();
+  for (const DevicePtr address : {again, again + kGranule}) {
+    ASSERT_TRUE(other.backend->map(address, other.chunk).ok());
+  }
+  EXPECT_TRUE(other.guard.guard(again, 2 * kGranule, "both").ok());
+  EXPECT_EQ(other.guard.guard(again + kGranule, kGranule, "within").code(), StatusCode::kInvalidArgument);
+  ASSERT_TRUE(other.backend->unmap(again, 2 * kGranule).ok());
+  ASSERT_TRUE(other.backend->release(again, 2 * kGranule).ok());
+  for (const DevicePtr address : {other.guarded, other.open}) {
+    ASSERT_TRUE(other.backend->map(address, other.chunk).ok());
+  }
+}
+
+// The addresses of a backend that has ended may be another one's.
+TEST(AccessGuard, IsForgottenWithItsBackend) {
+  for (int i = 0; i < 5; ++i) {
+    const auto backend =
+        HostBackend::create({.memory_bytes = 4 * kGranule, .granularity = kGranule, .guard = true}).value();
+    const DevicePtr base = backend->reserve(kGranule, 0).value();
+    ASSERT_TRUE(backend->map(base, backend->chunk_create(kGranule).value()).ok());
+    ASSERT_TRUE(backend->set_access(base, kGranule).ok());
+
+    const Status guarded = backend->access_guard()->guard(base, kGranule, "parts");
+
+    EXPECT_TRUE(guarded.ok()) << guarded.to_string();
+  }
+}
+
 void read_closed() {
   TwoMappings two;
   static_cast<void>(static_cast<volatile std::byte*>(two.guarded)[3]);

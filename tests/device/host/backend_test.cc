@@ -1,8 +1,20 @@
 // The host backend: its budget, poison, scripted faults and durations.
 #include <gtest/gtest.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
 
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
 #include <stdexcept>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
 
+#include "forebay/stream_call.h"
 #include "runtime/device/host/script.h"
 
 namespace forebay {
@@ -26,9 +38,23 @@ TEST(HostBackend, OutOfMemoryNamesAskedFoundAndTry) {
       "cannot create a chunk of 1.06 MiB on host: 1.00 MiB of 1.00 MiB free; raise memory_bytes or free "
       "some first");
   EXPECT_EQ(backend->charged_bytes(), 0u);
+  EXPECT_TRUE(backend->chunk_create(16 * kHostGranule).ok());
+}
+
+TEST(HostBackend, RefusesAQueueWithoutRoom) {
+  HostBackendOptions options = small_options();
+  options.queue_limit = 0;
+  EXPECT_EQ(ScriptedHostBackend::create(options).status().message(),
+            "cannot make host backend host: a queue_limit of 0 lets nothing run; give at least 1");
 }
 
 TEST(HostBackend, RefusesABadGranularity) {
+  HostBackendOptions half = small_options();
+  half.granularity = 2048;
+  EXPECT_EQ(
+      ScriptedHostBackend::create(half).status().message(),
+      "cannot make a host backend with a granularity of 2048 bytes: the page size is 4096; give a power "
+      "of two that is at least as large");
   for (const std::size_t granularity : {0u, 512u, 3u * 4096u}) {
     HostBackendOptions options = small_options();
     options.granularity = granularity;
@@ -48,6 +74,211 @@ TEST(HostBackend, FreshMemoryIsPoisonedAgainAfterReuse) {
   }
   EXPECT_EQ(backend->live_handle_count(), 0u);
   EXPECT_EQ(backend->peak_charged_bytes(), kHostGranule);
+}
+
+TEST(HostBackend, PoisonsAllOfAWideBlock) {
+  const auto backend = ScriptedHostBackend::create(small_options()).value();
+  const DevicePtr block = backend->alloc(16 * kHostGranule).value();
+  EXPECT_TRUE(
+      std::all_of(block, block + 16 * kHostGranule, [](std::byte byte) { return byte == std::byte{0xCB}; }));
+  EXPECT_TRUE(backend->free(block).ok());
+}
+
+TEST(HostBackend, RemembersTheMostThatWasCharged) {
+  const auto backend = ScriptedHostBackend::create(small_options()).value();
+  const Chunk wide = backend->chunk_create(3 * kHostGranule).value();
+  EXPECT_TRUE(backend->chunk_destroy(wide).ok());
+  const Chunk chunk = backend->chunk_create(kHostGranule).value();
+  EXPECT_EQ(backend->charged_bytes(), kHostGranule);
+  EXPECT_EQ(backend->peak_charged_bytes(), 3 * kHostGranule);
+  EXPECT_TRUE(backend->chunk_destroy(chunk).ok());
+}
+
+// The file that the only host backend of this process keeps its memory in.
+struct stat memory_file() {
+  struct stat facts {};
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+    std::error_code gone;
+    if (std::filesystem::read_symlink(entry.path(), gone)
+            .string()
+            .starts_with("/memfd:forebay-host-memory")) {
+      EXPECT_EQ(::stat(entry.path().c_str(), &facts), 0);
+    }
+  }
+  return facts;
+}
+
+TEST(HostBackend, UsesTheSpaceOfEndedChunksAndBlocksAgain) {
+  const auto backend = ScriptedHostBackend::create(small_options()).value();
+  const DevicePtr base = backend->reserve(16 * kHostGranule, 0).value();
+  std::vector<Chunk> chunks;
+  for (std::size_t i = 0; i < 5; ++i) {
+    chunks.push_back(backend->chunk_create(kHostGranule).value());
+    ASSERT_TRUE(backend->map(base + i * kHostGranule, chunks.back()).ok());
+  }
+  EXPECT_EQ(memory_file().st_size, 5 * kHostGranule);
+  EXPECT_EQ(memory_file().st_blocks * 512, 5 * kHostGranule);
+  ASSERT_TRUE(backend->unmap(base, 5 * kHostGranule).ok());
+
+  // 1 and 3 end, and then 2 between them: three granules lie together.
+  for (const std::size_t i : {1, 3, 2}) ASSERT_TRUE(backend->chunk_destroy(chunks[i]).ok());
+  EXPECT_EQ(memory_file().st_blocks * 512, 2 * kHostGranule);
+  // The first takes exactly one of them, and the second the rest.
+  const Chunk one = backend->chunk_create(kHostGranule).value();
+  const Chunk two = backend->chunk_create(2 * kHostGranule).value();
+  EXPECT_EQ(memory_file().st_size, 5 * kHostGranule);
+
+  // A block, at the end: its space is the next one's.
+  const DevicePtr block = backend->alloc(2 * kHostGranule).value();
+  EXPECT_EQ(memory_file().st_size, 7 * kHostGranule);
+  ASSERT_TRUE(backend->free(block).ok());
+  const DevicePtr next = backend->alloc(3 * kHostGranule).value();
+  EXPECT_EQ(memory_file().st_size, 8 * kHostGranule);
+  ASSERT_TRUE(backend->free(next).ok());
+  EXPECT_EQ(memory_file().st_blocks * 512, 2 * kHostGranule);
+
+  for (const Chunk chunk : {one, two, chunks[0], chunks[4]}) EXPECT_TRUE(backend->chunk_destroy(chunk).ok());
+  EXPECT_TRUE(backend->release(base, 16 * kHostGranule).ok());
+  EXPECT_EQ(backend->live_handle_count(), 0u);
+}
+
+// Sets a limit of the process for as long as it lives.
+class SoftLimit {
+ public:
+  SoftLimit(int resource, std::size_t value) : resource_(resource) {
+    EXPECT_EQ(::getrlimit(resource_, &before_), 0);
+    rlimit now = before_;
+    now.rlim_cur = value;
+    EXPECT_EQ(::setrlimit(resource_, &now), 0);
+  }
+  ~SoftLimit() { EXPECT_EQ(::setrlimit(resource_, &before_), 0); }
+
+ private:
+  int resource_;
+  rlimit before_{};
+};
+
+TEST(HostBackend, KeepsToTheLimitOfFileSizes) {
+  const auto backend = ScriptedHostBackend::create(small_options()).value();
+  const SoftLimit limit(RLIMIT_FSIZE, 2 * kHostGranule);
+
+  const Chunk chunk = backend->chunk_create(2 * kHostGranule).value();
+  const Status refused = backend->chunk_create(kHostGranule).status();
+  const Status no_block = backend->alloc(kHostGranule).status();
+
+  EXPECT_EQ(refused.message(),
+            "cannot create a chunk of 64.00 KiB on host: its memfd does not grow: File too large; raise the "
+            "file size limit (ulimit -f)");
+  EXPECT_EQ(no_block.code(), StatusCode::kOutOfMemory);
+  EXPECT_EQ(backend->charged_bytes(), 2 * kHostGranule);
+  EXPECT_TRUE(backend->chunk_destroy(chunk).ok());
+}
+
+TEST(HostBackend, KeepsNoAddressesButThoseThatAreReserved) {
+  const auto backend = ScriptedHostBackend::create(small_options()).value();
+  const auto address_bytes = [] {
+    std::size_t pages = 0;
+    std::ifstream("/proc/self/statm") >> pages;
+    return pages * 4096;
+  };
+  constexpr std::size_t kWide = std::size_t{1} << 32;
+  const std::size_t before = address_bytes();
+  for (int i = 0; i < 10; ++i) {
+    const DevicePtr base = backend->reserve(kWide, kWide).value();
+    EXPECT_TRUE(backend->release(base, kWide).ok());
+  }
+  EXPECT_LT(address_bytes(), before + kWide / 2);
+
+  const Status all = backend->reserve(SIZE_MAX / kHostGranule * kHostGranule, 0).status();
+  EXPECT_EQ(all.code(), StatusCode::kOutOfMemory);
+  EXPECT_NE(all.message().find("more than there are addresses; reserve less"), std::string::npos)
+      << all.message();
+}
+
+TEST(HostBackend, AlignsTheArgumentsOfAKernel) {
+  static std::uintptr_t places[3];
+  static const HostKernel kKernels[] = {{"places",
+                                         [](const Dimensions&, const Dimensions&, void* const* arguments) {
+                                           for (int i = 0; i < 3; ++i)
+                                             places[i] = reinterpret_cast<std::uintptr_t>(arguments[i]);
+                                         }},
+                                        {nullptr, nullptr}};
+  const auto backend = ScriptedHostBackend::create(small_options()).value();
+  const Module module = backend->load_module({.host_kernels = kKernels}).value();
+  EXPECT_EQ(
+      backend->get_kernel(module, "faces").status().message(),
+      "cannot get kernel faces on host: the module has none of that name among its 1; check the spelling");
+  const Kernel kernel = backend->get_kernel(module, "places").value();
+  const Stream stream = backend->stream_create().value();
+  const char letter = 'a';
+  const double number = 1;
+  const void* arguments[] = {&letter, &number, &letter};
+  const std::size_t bytes[] = {1, sizeof number, 1};
+
+  ASSERT_TRUE(backend->launch(kernel, {}, {}, arguments, bytes, 3, stream).ok());
+
+  EXPECT_TRUE(backend->stream_destroy(stream).ok());
+  for (const std::uintptr_t place : places) EXPECT_EQ(place % alignof(std::max_align_t), 0u);
+}
+
+TEST(HostBackend, GuardsWhereTheEnvironmentSaysSo) {
+  const char* const set = std::getenv("FOREBAY_HOST_GUARD");
+  const std::string before = set == nullptr ? "" : set;
+  for (const auto& [value, guards] : {std::pair("", false), {"0", false}, {"1", true}, {"yes", true}}) {
+    ::setenv("FOREBAY_HOST_GUARD", value, 1);
+    EXPECT_EQ(HostBackend::create(small_options()).value()->access_guard() != nullptr, guards) << value;
+  }
+  if (set == nullptr) {
+    ::unsetenv("FOREBAY_HOST_GUARD");
+  } else {
+    ::setenv("FOREBAY_HOST_GUARD", before.c_str(), 1);
+  }
+}
+
+TEST(HostBackend, QueuesNoMoreThanItsLimit) {
+  HostBackendOptions options = small_options();
+  options.queue_limit = 2;
+  const auto backend = ScriptedHostBackend::create(options).value();
+  const Stream stream = backend->stream_create().value();
+  std::atomic<bool> open{false};
+  std::atomic<bool> queued{false};
+  ASSERT_TRUE(call_on(*backend, stream, [&] { open.wait(false); }).ok());
+  ASSERT_TRUE(call_on(*backend, stream, [] {}).ok());
+  std::thread producer([&] {
+    EXPECT_TRUE(call_on(*backend, stream, [] {}).ok());
+    queued = true;
+  });
+
+  // Time for it to do what it must not do.
+  for (int i = 0; i < 2000; ++i) std::this_thread::yield();
+
+  EXPECT_FALSE(queued);
+  open = true;
+  open.notify_all();
+  producer.join();
+  EXPECT_TRUE(backend->stream_destroy(stream).ok());
+}
+
+// Each callback holds one of the driver's threads for a millisecond.
+TEST(HostBackend, CallbacksWaitForAThreadOfTheDriver) {
+  for (const unsigned threads : {1u, 2u}) {
+    HostClock clock(HostClock::Mode::kVirtual);
+    HostBackendOptions options = small_options();
+    options.clock = &clock;
+    const auto backend =
+        ScriptedHostBackend::create(
+            options, {.callback_threads = threads, .callback_duration = std::chrono::milliseconds(1)})
+            .value();
+    HostClock::Registration self(clock);
+    self.adopt();
+    std::vector<Stream> streams;
+    for (int i = 0; i < 4; ++i) streams.push_back(backend->stream_create().value());
+    for (const Stream stream : streams) ASSERT_TRUE(call_on(*backend, stream, [] {}).ok());
+    for (const Stream stream : streams) EXPECT_TRUE(backend->stream_synchronize(stream).ok());
+
+    EXPECT_EQ(clock.now(), std::chrono::milliseconds(4 / threads));
+    for (const Stream stream : streams) EXPECT_TRUE(backend->stream_destroy(stream).ok());
+  }
 }
 
 TEST(HostBackend, CopiesOnTwoStreamsOverlapExactly) {
@@ -81,6 +312,31 @@ TEST(HostBackend, AnExceptionFailsTheStream) {
   EXPECT_EQ(status.code(), StatusCode::kInternal);
   EXPECT_NE(status.message().find("deep water"), std::string::npos);
   EXPECT_TRUE(backend->stream_destroy(stream).ok());
+}
+
+TEST(HostBackend, WorkAfterAFailureIsSkippedAndTheFirstFailureStays) {
+  const auto backend = ScriptedHostBackend::create(small_options()).value();
+  const Stream stream = backend->stream_create().value();
+  const Stream other = backend->stream_create().value();
+  const Event event = backend->event_create().value();
+  const DevicePtr block = backend->alloc(kHostGranule).value();
+  ASSERT_TRUE(call_on(*backend, stream, [] { throw std::runtime_error("first"); }).ok());
+  ASSERT_TRUE(call_on(*backend, stream, [] { throw std::runtime_error("second"); }).ok());
+  ASSERT_TRUE(backend->fill_async(block, 1, 1, stream).ok());
+  ASSERT_TRUE(backend->event_record(event, stream).ok());
+  ASSERT_TRUE(backend->stream_wait(other, event).ok());
+  ASSERT_TRUE(backend->fill_async(block + 1, 1, 1, other).ok());
+
+  const Status status = backend->stream_synchronize(stream);
+
+  EXPECT_EQ(status.message(),
+            "cannot run a host function on a stream of host: it threw: first; catch within the function");
+  // It had to wait for work that failed.
+  EXPECT_EQ(backend->stream_synchronize(other).message(), status.message());
+  EXPECT_EQ(static_cast<int>(block[0]), 0xCB);
+  EXPECT_EQ(static_cast<int>(block[1]), 0xCB);
+  EXPECT_TRUE(backend->stream_destroy(stream).ok());
+  EXPECT_TRUE(backend->stream_destroy(other).ok());
 }
 
 // Runs every fallible call once; fails at most one of them.
@@ -164,7 +420,9 @@ TEST(HostBackend, EndsWithLiveHandles) {
   EXPECT_TRUE(backend->alloc(kHostGranule).ok());
   EXPECT_TRUE(backend->stream_create().ok());
   EXPECT_TRUE(backend->event_create().ok());
-  EXPECT_EQ(backend->live_handle_count(), 3u);
+  static const HostKernel kNone[] = {{nullptr, nullptr}};
+  EXPECT_TRUE(backend->load_module({.host_kernels = kNone}).ok());
+  EXPECT_EQ(backend->live_handle_count(), 4u);
 }
 
 }  // namespace

@@ -2,7 +2,9 @@
 // the host backend have to answer alike.
 #include <gtest/gtest.h>
 
+#include <cstdint>
 #include <random>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -58,6 +60,8 @@ TEST(ModelBackend, RefusesOddOptions) {
   }
   ModelBackendOptions options;
   options.memory_bytes = SIZE_MAX;
+  EXPECT_EQ(ScriptedModelBackend::create(options).status().code(), StatusCode::kInvalidArgument);
+  options.memory_bytes = (std::size_t{1} << 48) + 1;
   EXPECT_EQ(ScriptedModelBackend::create(options).status().code(), StatusCode::kInvalidArgument);
   options = {};
   options.queue_limit = 0;
@@ -173,6 +177,14 @@ TEST(ModelBackend, WorkOnWhatWasUnmappedMeanwhileFailsItsStream) {
   EXPECT_TRUE(backend->fill_async(base, 1, 16, stream).ok());
   EXPECT_TRUE(backend->unmap(base, 2_MiB).ok());
   EXPECT_EQ(backend->stream_synchronize(stream).code(), StatusCode::kInternal);
+
+  const Stream other = backend->stream_create().value();
+  std::byte host[16];
+  ASSERT_TRUE(backend->map(base, chunk).ok());
+  ASSERT_TRUE(backend->set_access(base, 2_MiB).ok());
+  EXPECT_TRUE(backend->copy_async(host, base, 16, other).ok());
+  EXPECT_TRUE(backend->unmap(base, 2_MiB).ok());
+  EXPECT_EQ(backend->stream_synchronize(other).code(), StatusCode::kInternal);
 }
 
 TEST(ModelBackend, AddressesAreUsedAgainWhenTheyRunOut) {
@@ -183,6 +195,90 @@ TEST(ModelBackend, AddressesAreUsedAgainWhenTheyRunOut) {
   EXPECT_EQ(backend->reserve(2_MiB, 0).status().code(), StatusCode::kOutOfMemory);
   ASSERT_TRUE(backend->release(bases[1], bytes).ok());
   EXPECT_EQ(backend->reserve(bytes, 0).value(), bases[1]);
+  EXPECT_EQ(backend->reserve(bytes, 0).status().code(), StatusCode::kOutOfMemory);
+}
+
+TEST(ModelBackend, AddressesFollowThoseThatWereTakenLast) {
+  const auto backend = make(ModelBackendOptions{});
+  const DevicePtr first = backend->reserve(2_MiB, 0).value();
+  ASSERT_TRUE(backend->release(first, 2_MiB).ok());
+  const DevicePtr second = backend->reserve(2_MiB, 0).value();
+  EXPECT_EQ(second, first + 2_MiB);
+  const DevicePtr block = backend->alloc(1).value();
+  EXPECT_EQ(block, second + 2_MiB);
+  ASSERT_TRUE(backend->free(block).ok());
+  EXPECT_EQ(backend->reserve(2_MiB, 0).value(), block + 2_MiB);
+  // A wider alignment skips some.
+  EXPECT_EQ(reinterpret_cast<std::uintptr_t>(backend->reserve(2_MiB, 64_MiB).value()) % 64_MiB, 0u);
+}
+
+TEST(ModelBackend, ABlockWithoutAddressesIsNotCharged) {
+  ModelBackendOptions options;
+  options.memory_bytes = std::size_t{1} << 48;
+  const auto backend = make(options);
+  ASSERT_TRUE(backend->reserve(std::size_t{3} << 46, 0).ok());
+
+  const Status refused = backend->alloc(std::size_t{1} << 47).status();
+
+  EXPECT_EQ(refused.message(),
+            "cannot allocate 128.00 TiB on model: no such range is free among 256.00 TiB; reserve less");
+  EXPECT_EQ(backend->charged_bytes(), 0u);
+}
+
+TEST(ModelBackend, KnowsItsOwnAddressesFromThoseOfTheHost) {
+  const auto backend = make(ModelBackendOptions{});
+  const Stream stream = backend->stream_create().value();
+  const DevicePtr first = backend->alloc(2_MiB).value();
+  const auto fill = [&](DevicePtr address) { return backend->fill_async(address, 1, 16, stream); };
+
+  EXPECT_TRUE(fill(first - 16).ok());
+  EXPECT_EQ(fill(first - 8).code(), StatusCode::kInvalidArgument);
+  EXPECT_EQ(fill(first + 2_MiB).code(), StatusCode::kInvalidArgument);
+  EXPECT_EQ(fill(first + (std::size_t{1} << 48) - 16).code(), StatusCode::kInvalidArgument);
+  EXPECT_TRUE(fill(first + (std::size_t{1} << 48)).ok());
+}
+
+TEST(ModelBackend, KnowsTheKernelsOfAModule) {
+  static const HostKernel kKernels[] = {{"one", [](const Dimensions&, const Dimensions&, void* const*) {}},
+                                        {nullptr, nullptr}};
+  const auto backend = make(ModelBackendOptions{});
+  const Module module = backend->load_module({.host_kernels = kKernels}).value();
+  EXPECT_EQ(
+      backend->get_kernel(module, "two").status().message(),
+      "cannot get kernel two on model: the module has none of that name among its 1; check the spelling");
+  EXPECT_EQ(backend->load_module({.image = "PTX", .image_bytes = 0}).status().code(),
+            StatusCode::kInvalidArgument);
+}
+
+TEST(ModelBackend, QueuesNoMoreThanItsLimit) {
+  const auto backend = make({.queue_limit = 2}, {.order = ModelOrder::kManual});
+  const Stream stream = backend->stream_create().value();
+  const HostFunction nothing = [](void*) {};
+  for (int i = 0; i < 4; ++i) ASSERT_TRUE(backend->call_host(stream, nothing, nullptr).ok());
+  EXPECT_EQ(backend->queued_count(), 2u);
+}
+
+TEST(ModelBackend, TheFirstFailureStaysAndReachesThoseWhoWait) {
+  const auto backend = make(ModelOrder::kManual);
+  const Stream stream = backend->stream_create().value();
+  const Stream other = backend->stream_create().value();
+  const Event event = backend->event_create().value();
+  ASSERT_TRUE(backend
+                  ->call_host(
+                      stream, [](void*) { throw std::runtime_error("first"); }, nullptr)
+                  .ok());
+  ASSERT_TRUE(backend
+                  ->call_host(
+                      stream, [](void*) { throw std::runtime_error("second"); }, nullptr)
+                  .ok());
+  ASSERT_TRUE(backend->event_record(event, stream).ok());
+  ASSERT_TRUE(backend->stream_wait(other, event).ok());
+
+  const Status status = backend->stream_synchronize(stream);
+
+  EXPECT_EQ(status.message(),
+            "cannot run a host function on a stream of model: it threw: first; catch within the function");
+  EXPECT_EQ(backend->stream_synchronize(other).message(), status.message());
 }
 
 // Random calls to both backends give the same answers and the same charged bytes.

@@ -22,16 +22,22 @@ using std::chrono::nanoseconds;
 constexpr int kCompute = 0;
 constexpr int kDown = 1;
 constexpr int kUp = 2;
+constexpr int kFill = 3;
 
 // 1 GB/s each way; a kernel of n bytes takes n nanoseconds.
 class Timing : public ModelTiming {
  public:
   ModelWork copy(ModelCopy kind, std::uint64_t bytes) const override {
+    copies.push_back(kind);
     ModelWork work{.name = kind == ModelCopy::kToHost ? "down" : "up"};
     work.add(kind == ModelCopy::kToHost ? kDown : kUp, static_cast<double>(bytes) * 1e-9);
     return work;
   }
-  ModelWork fill(std::uint64_t) const override { return {.name = "fill"}; }
+  ModelWork fill(std::uint64_t bytes) const override {
+    ModelWork work{.name = "fill"};
+    work.add(kFill, static_cast<double>(bytes) * 1e-9);
+    return work;
+  }
   ModelWork fp32_products(const char* name, double m, double n, double k, double count) const override {
     return kernel(name, static_cast<std::uint64_t>(m * n * k * count));
   }
@@ -43,6 +49,7 @@ class Timing : public ModelTiming {
   nanoseconds queue_time() const override { return queue; }
 
   nanoseconds queue{0};
+  mutable std::vector<ModelCopy> copies;
 };
 
 ModelWork compute(double milliseconds, const char* name = "compute") {
@@ -117,6 +124,76 @@ TEST_F(ModelBackendTiming, StreamsOnDifferentResourcesOverlap) {
   throw_if_error(backend_->free(block));
 }
 
+TEST_F(ModelBackendTiming, CopiesAndFillsTakeTheTimeOfTheirKind) {
+  std::byte* const block = value_or_throw(backend_->alloc(4'000'000));
+  std::vector<std::byte> host(2'000'000);
+  for (const auto& [target, source] :
+       std::vector<std::pair<std::byte*, std::byte*>>{{block, host.data()},
+                                                      {host.data(), block},
+                                                      {block, block + 2'000'000},
+                                                      {host.data(), host.data() + 1'000'000}}) {
+    throw_if_error(backend_->copy_async(target, source, 1'000'000, streams_[0]));
+  }
+  throw_if_error(backend_->fill_async(block, 0, 3'000'000, streams_[0]));
+
+  EXPECT_DOUBLE_EQ(finish(streams_[0]), 7);
+
+  EXPECT_EQ(timing_.copies, (std::vector<ModelCopy>{ModelCopy::kToDevice, ModelCopy::kToHost,
+                                                    ModelCopy::kOnDevice, ModelCopy::kOnHost}));
+  throw_if_error(backend_->free(block));
+}
+
+TEST_F(ModelBackendTiming, AFailedStreamTakesNoMoreTime) {
+  std::byte* const block = value_or_throw(backend_->alloc(1'000'000));
+  throw_if_error(backend_->call_host(
+      streams_[0], [](void*) { throw Error(Status(StatusCode::kInternal, "x")); }, nullptr));
+  work(5, streams_[0]);
+  throw_if_error(backend_->fill_async(block, 0, 1'000'000, streams_[0]));
+
+  EXPECT_EQ(backend_->stream_synchronize(streams_[0]).code(), StatusCode::kInternal);
+
+  EXPECT_EQ(backend_->now(), nanoseconds(0));
+  throw_if_error(backend_->free(block));
+}
+
+// A nanosecond is not lost, and rounding makes none.
+TEST_F(ModelBackendTiming, CountsSingleNanoseconds) {
+  for (const int ns : {1, 3, 7, 11, 1000}) {
+    const nanoseconds before = backend_->now();
+    work(ns * 1e-6, streams_[0]);
+    finish(streams_[0]);
+    EXPECT_EQ(backend_->now() - before, nanoseconds(ns));
+  }
+  const nanoseconds before = backend_->now();
+  throw_if_error(backend_->work({.name = "late", .delay_seconds = 1.6e-9}, streams_[0]));
+  finish(streams_[0]);
+  EXPECT_EQ(backend_->now() - before, nanoseconds(2));
+}
+
+TEST_F(ModelBackendTiming, NothingTakesTimeAfterTheEndOfTime) {
+  const nanoseconds end = kModelTimeEnd + milliseconds(4);
+  std::vector<nanoseconds> seen;
+  throw_if_error(call_on(*backend_, streams_[0], [&] {
+    ModelWork wide = compute(1);
+    wide.add(kDown, 4e-3);
+    wide.add(kUp, 2e-3);
+    backend_->spend(wide);
+    seen.push_back(backend_->now());  // The longest part.
+    backend_->spend(compute(1e300));
+    backend_->spend(compute(1));
+    seen.push_back(backend_->now());
+  }));
+  finish(streams_[0]);
+  EXPECT_EQ(seen, (std::vector<nanoseconds>{milliseconds(4), end}));
+  EXPECT_EQ(backend_->now(), end);
+
+  work(5, streams_[1]);
+  ModelWork late{.name = "late", .delay_seconds = 3};
+  throw_if_error(backend_->work(late, streams_[1]));
+  finish(streams_[1]);
+  EXPECT_EQ(backend_->now(), end);
+}
+
 // 10 ms and 4 ms at once on one resource: both at half speed for 8 ms, then 6 ms alone.
 TEST_F(ModelBackendTiming, WorkOnOneResourceSharesIt) {
   work(10, streams_[0]);
@@ -169,6 +246,8 @@ TEST_F(ModelBackendTiming, TheHostSpendsTimeWhileStreamsGoOn) {
   work(2, streams_[0]);
   work(2, streams_[0]);
   EXPECT_EQ(backend_->now(), milliseconds(1));
+  recorded(streams_[1]);  // Takes no time to queue.
+  EXPECT_EQ(backend_->now(), milliseconds(1));
   backend_->spend_until(milliseconds(3), "exchange");
   EXPECT_EQ(backend_->now(), milliseconds(3));
   EXPECT_DOUBLE_EQ(finish(streams_[0]), 4.5);
@@ -193,6 +272,28 @@ TEST_F(ModelBackendTiming, TheAccountSaysWhatAStreamWaitedFor) {
   const auto busy = backend_->busy_seconds();
   EXPECT_DOUBLE_EQ(busy[kCompute], 7e-3);
   EXPECT_DOUBLE_EQ(busy[kDown], 5e-3);
+}
+
+TEST_F(ModelBackendTiming, TheAccountTellsOwnWorkFromOthersAndAddsUp) {
+  backend_->watch(streams_[0]);
+  work(2, streams_[0], "x");
+  throw_if_error(backend_->event_synchronize(recorded(streams_[0])));
+  work(3, streams_[1], "x");
+  throw_if_error(backend_->stream_wait(streams_[0], recorded(streams_[1])));
+  work(1, streams_[0], "y");
+  work(4, streams_[0], "x");
+  finish(streams_[0]);
+  timing_.queue = milliseconds(1);
+  work(1, streams_[0], "x");
+  timing_.queue = nanoseconds(0);
+  finish(streams_[0]);
+
+  EXPECT_EQ(account(),
+            (std::map<std::string, double>{{"own x", 7}, {"x", 3}, {"own y", 1}, {"queueing", 1}}));
+  EXPECT_EQ(backend_->watched().size(), 4u);
+  backend_->watch(streams_[0]);
+  EXPECT_TRUE(backend_->watched().empty());
+  EXPECT_DOUBLE_EQ(backend_->busy_seconds()[kCompute], 0);
 }
 
 TEST_F(ModelBackendTiming, TheSameCallsTakeTheSameTime) {
