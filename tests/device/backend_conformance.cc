@@ -48,8 +48,8 @@ TEST_P(BackendConformance, RefusalsNameTheRequestTheFindingAndARemedy) {
               "cannot " + what + " on " + backend_->capabilities().name + ": " + found_and_try);
   };
   const std::string granule = format_bytes(granule_);
-  const std::string odd = "reserve " + format_bytes(granule_ + 1) + " of addresses";
-  refuses(backend_->reserve(granule_ + 1, 0).status(), odd,
+  const std::string odd = "reserve " + format_bytes(granule_ * 3 / 2) + " of addresses";
+  refuses(backend_->reserve(granule_ * 3 / 2, 0).status(), odd,
           "not a multiple of the granularity; round up to " + granule);
   refuses(backend_->reserve(granule_, granule_ * 3).status(), "reserve " + granule + " of addresses",
           "an alignment of " + std::to_string(granule_ * 3) +
@@ -70,7 +70,7 @@ TEST_P(BackendConformance, RefusalsNameTheRequestTheFindingAndARemedy) {
           format_bytes(granule_ * 2) + " from there are not within one reservation; reserve them");
   refuses(backend_->map(base + granule_ * 64, chunk), map_at(granule_ * 64),
           granule + " from there are not within one reservation; reserve them");
-  refuses(backend_->map(base + 512, chunk), map_at(512),
+  refuses(backend_->map(base + 512, wide), map_at(512),
           "not a multiple of the granularity, " + granule + "; align the address");
   ASSERT_TRUE(backend_->map(base + granule_, wide).ok());
   refuses(backend_->map(base + granule_ * 2, chunk), map_at(granule_ * 2),

@@ -4,6 +4,7 @@
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -21,6 +22,7 @@
 #include <vector>
 
 #include "offload/io_engine.h"
+#include "offload/say_once.h"
 #include "offload/scratch_file.h"
 #include "tests/offload/store_support.h"
 #include "tests/support/process.h"
@@ -716,6 +718,37 @@ TEST(ScratchFile, GrowsAndKeepsItsFactsWhenItIsMoved) {
   ASSERT_TRUE(buffered.grow(1 << 19, &reserved).ok());
   ASSERT_EQ(::fstat(buffered.descriptor(), &facts), 0);
   EXPECT_EQ(facts.st_size, 1 << 20);
+}
+
+TEST(ScratchFile, KeepsToTheLimitOfFileSizes) {
+  const TemporaryDirectory directory;
+  auto made = internal::ScratchFile::create(directory.path(), {});
+  ASSERT_TRUE(made.ok());
+  internal::ScratchFile file = std::move(made).value();
+  rlimit before{};
+  ASSERT_EQ(::getrlimit(RLIMIT_FSIZE, &before), 0);
+  rlimit low = before;
+  low.rlim_cur = 1 << 20;
+  ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &low), 0);
+  bool reserved = false;
+
+  const Status fits = file.grow(1 << 20, &reserved);
+  const Status refused = file.grow((1 << 20) + 4096, &reserved);
+
+  ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &before), 0);
+  EXPECT_TRUE(fits.ok()) << fits.to_string();
+  EXPECT_EQ(refused.code(), StatusCode::kOutOfMemory);
+  EXPECT_EQ(refused.message(), "cannot take 4.00 KiB more in '" + directory.path() +
+                                   "': a file of this process may have at most 1.00 MiB; raise the limit "
+                                   "(ulimit -f) or add a directory");
+}
+
+TEST(SayOnce, SaysAMessageOnce) {
+  ::testing::internal::CaptureStderr();
+  for (const char* message : {"one drive", "another drive", "one drive"}) internal::say_once(message);
+  const std::string log = ::testing::internal::GetCapturedStderr();
+
+  EXPECT_EQ(std::count(log.begin(), log.end(), '\n'), 2) << log;
 }
 
 TEST(ScratchFile, TakesTheNextNameWhereOneIsTaken) {

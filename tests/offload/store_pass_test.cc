@@ -225,11 +225,13 @@ TEST_F(StorePassTest, LeavesNothingUnderWay) {
   EXPECT_EQ(store_->statistics().transfers_in_flight, 0u);
 
   // The writes of ended parts, too, without finish().
+  make(6, 6);
   pass_->begin(all());
   ASSERT_TRUE(pass_->next().ok());
   ASSERT_TRUE(pass_->done(true).ok());
   pass_.reset();
   EXPECT_EQ(store_->statistics().transfers_in_flight, 0u);
+  EXPECT_EQ(store_->statistics().written_bytes, 2 * kPartBytes);
   EXPECT_EQ(buffers_->statistics().taken_count, 0u);
 }
 

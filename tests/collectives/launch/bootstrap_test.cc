@@ -215,6 +215,50 @@ TEST(LaunchEnvironment, ReadsEveryLauncher) {
         {"PALS_APID", "0a-1"},
         {"FOREBAY_STORE", "tcp://node1:29400"}},
        {"pals", 5, 8, 1, 4, "tcp://node1:29400/0a-1"}},
+      {"forebay by hand with two ranks on each host",
+       {{"FOREBAY_RANK", "3"}, {"FOREBAY_SIZE", "4"}, {"FOREBAY_LOCAL_SIZE", "2"}, {"FOREBAY_STORE", "/s"}},
+       {"forebay", 3, 4, 1, 2, "/s"}},
+      {"as many ranks as there may be",
+       {{"FOREBAY_RANK", "99999"},
+        {"FOREBAY_SIZE", "100000"},
+        {"FOREBAY_LOCAL_SIZE", "100000"},
+        {"FOREBAY_STORE", "/s"}},
+       {"forebay", 99999, 100000, 99999, 100000, "/s"}},
+      {"a store that PMIx serves",
+       {{"FOREBAY_RANK", "1"}, {"FOREBAY_SIZE", "2"}, {"FOREBAY_STORE", "pmix://job"}},
+       {"forebay", 1, 2, 1, 2, "pmix://job"}},
+      {"Slurm with tasks on each of two nodes, more than there are",
+       {{"SLURM_PROCID", "1"},
+        {"SLURM_NTASKS", "4"},
+        {"SLURM_NNODES", "2"},
+        {"SLURM_NTASKS_PER_NODE", "9"},
+        {"SLURM_LOCALID", "1"},
+        {"FOREBAY_STORE", "/s"}},
+       {"slurm", 1, 4, 1, 4, "/s"}},
+      {"Slurm with two tasks on each node",
+       {{"SLURM_PROCID", "2"},
+        {"SLURM_NTASKS", "4"},
+        {"SLURM_NNODES", "2"},
+        {"SLURM_NTASKS_PER_NODE", "2"},
+        {"SLURM_LOCALID", "0"},
+        {"FOREBAY_STORE", "/s"}},
+       {"slurm", 2, 4, 0, 2, "/s"}},
+      {"Slurm on two nodes with names alone",
+       {{"SLURM_PROCID", "1"},
+        {"SLURM_NTASKS", "2"},
+        {"SLURM_NNODES", "2"},
+        {"SLURM_LOCALID", "0"},
+        {"SLURM_JOB_ID", "17"},
+        {"SLURM_STEP_NODELIST", "login,node[1-2]"},
+        {"FOREBAY_STORE_PORT", "65535"}},
+       {"slurm", 1, 2, 0, 1, "tcp://login:65535/17_0_0-"}},
+      {"Flux on two nodes, its first task",
+       {{"FLUX_TASK_RANK", "2"},
+        {"FLUX_JOB_SIZE", "4"},
+        {"FLUX_TASK_LOCAL_ID", "0"},
+        {"FLUX_JOB_NNODES", "2"},
+        {"FOREBAY_STORE", "/s"}},
+       {"flux", 2, 4, 0, 1, "/s"}},
       {"empty variables are unset ones", {{"RANK", ""}, {"WORLD_SIZE", ""}}, {.launcher = "none"}},
   };
   for (const Good& test : cases) {
@@ -250,7 +294,8 @@ TEST(LaunchEnvironment, SaysWhichVariableIsWrong) {
       {{{"FOREBAY_RANK", "two"}, {"FOREBAY_SIZE", "4"}}, "FOREBAY_RANK is \"two\""},
       {{{"FOREBAY_RANK", "-1"}, {"FOREBAY_SIZE", "4"}}, "FOREBAY_RANK is \"-1\""},
       {{{"FOREBAY_RANK", "1x"}, {"FOREBAY_SIZE", "4"}}, "FOREBAY_RANK is \"1x\""},
-      {{{"FOREBAY_RANK", "4"}, {"FOREBAY_SIZE", "4"}}, "FOREBAY_RANK is 4, but FOREBAY_SIZE is 4"},
+      {{{"FOREBAY_RANK", "4"}, {"FOREBAY_SIZE", "4"}},
+       "FOREBAY_RANK is 4, but FOREBAY_SIZE is 4; ranks are 0 to 3"},
       {{{"FOREBAY_RANK", "0"}, {"FOREBAY_SIZE", "0"}}, "FOREBAY_SIZE is 0"},
       {{{"FOREBAY_RANK", "0"}, {"FOREBAY_SIZE", "99999999999"}}, "FOREBAY_SIZE"},
       {{{"FOREBAY_RANK", "0"}, {"FOREBAY_SIZE", "2"}}, "set FOREBAY_STORE"},
@@ -355,6 +400,13 @@ TEST(LaunchEnvironment, DifferentRunsGetDifferentStores) {
   EXPECT_EQ(same.find("a/b"), std::string::npos);
   const std::string longest = store(base, "TORCHELASTIC_RUN_ID", std::string(5000, 'x').c_str());
   EXPECT_LT(longest.size(), 200u);
+
+  // A name of 96 characters is used as it is, and a longer one is cut and gets its hash.
+  const Variables flux = {
+      {"FLUX_TASK_RANK", "0"}, {"FLUX_JOB_SIZE", "2"}, {"FLUX_TASK_LOCAL_ID", "0"}, {"FLUX_JOB_NNODES", "1"}};
+  const std::string fits(96, 'x');
+  EXPECT_EQ(store(flux, "FLUX_JOB_ID", fits.c_str()), derived("flux", fits));
+  EXPECT_TRUE(store(flux, "FLUX_JOB_ID", (fits + "y").c_str()).starts_with(derived("flux", fits) + "-"));
 }
 
 TEST(LaunchEnvironment, UsesTheRuntimeDirectoryOnlyWhenItExists) {

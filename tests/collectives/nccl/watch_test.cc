@@ -59,6 +59,17 @@ TEST(NcclWatch, BytesThatCannotBeAHeartbeatAreRefused) {
   bad = good;
   bad.last[6].sequence = 5;
   EXPECT_EQ(check_heartbeat(bad, 0, 3).code(), StatusCode::kCorruption);
+  bad = good;
+  bad.open[1].peer = -1;
+  EXPECT_EQ(check_heartbeat(bad, 0, 3).code(), StatusCode::kCorruption);
+  bad = good;
+  bad.open[1].peer = 3;  // Ranks are 0 to 2.
+  EXPECT_EQ(check_heartbeat(bad, 0, 3).code(), StatusCode::kCorruption);
+
+  NcclHeartbeat full = heartbeat(0, {});
+  for (int i = 0; i < static_cast<int>(kNcclWindow); ++i)
+    full.open[full.open_count++] = message(Operation::kRecv, 1, static_cast<std::uint64_t>(i), 8, 1);
+  EXPECT_TRUE(check_heartbeat(full, 0, 3).ok());
 }
 
 TEST(NcclWatch, RanksThatIssuedTheSameAreFineWhereverTheyAre) {
@@ -99,6 +110,10 @@ TEST(NcclWatch, AMessageIsComparedWithItsOwnCounterpart) {
                {"recv of 32 bytes from rank 0 with tag 3 on rank 1", "rank 0 sends 64 bytes"});
   expect_words(judged(message(Operation::kRecv, 0, 4, 64, 9)), StatusCode::kInvalidArgument,
                {"tag 9", "64 bytes with tag 3"});
+  // One from another rank.
+  const NcclHeartbeat three[] = {heartbeat(0, {send}), heartbeat(0, {message(Operation::kRecv, 2, 4, 32, 3)}),
+                                 heartbeat(0, {})};
+  EXPECT_TRUE(judge_heartbeats(three).ok());
 }
 
 TEST(NcclWatch, ARankThatLeftBeforeACollectiveIsNamed) {
@@ -108,6 +123,10 @@ TEST(NcclWatch, ARankThatLeftBeforeACollectiveIsNamed) {
 
   expect_words(judge_heartbeats(members), StatusCode::kPeerLost,
                {"all_gather of 64 bytes (operation 5) on rank 1", "rank 2 left"});
+  // Rank 1 is beyond it already: the operation that rank 2 misses is another one.
+  const NcclHeartbeat beyond[] = {heartbeat(5, {}), heartbeat(7, {collective(6, 128)}), left};
+  EXPECT_EQ(judge_heartbeats(beyond).message(),
+            "a collective (operation 5) on rank 1: rank 2 left before it; see why it ended");
 }
 
 TEST(NcclWatch, ARankMayLeaveWhenAllItTookPartInIsIssued) {
@@ -127,6 +146,10 @@ TEST(NcclWatch, ATimeoutNamesTheRanksThatHaveNotIssuedIt) {
   const NcclHeartbeat all[] = {members[0], members[2]};
   expect_words(operation_timeout(1, members[0].open[0], all, milliseconds(300)), StatusCode::kTimeout,
                {"all ranks have issued it"});
+  // The rank itself is not among those that it waits for.
+  const NcclHeartbeat behind[] = {heartbeat(5, {}), members[2]};
+  expect_words(operation_timeout(0, members[0].open[0], behind, milliseconds(300)), StatusCode::kTimeout,
+               {"all ranks have issued it, and it is not done within 300 ms"});
 }
 
 TEST(NcclWatch, TheFingerprintsOfACollectiveAreComparedWhole) {

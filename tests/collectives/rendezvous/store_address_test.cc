@@ -5,6 +5,7 @@
 
 #include <fstream>
 
+#include "collectives/rendezvous/store_messages.h"
 #include "tests/support/process.h"
 
 namespace forebay::internal {
@@ -32,6 +33,17 @@ TEST(StoreAddress, NamesTheVariableThatIsWrong) {
     EXPECT_NE(result.status().message().find("tcp://HOST:PORT"), std::string::npos) << text;
   }
   EXPECT_FALSE(parse_store_address("tcp://host:1/" + std::string(300, 'j')).ok());
+  EXPECT_TRUE(parse_store_address("tcp://host:1/" + std::string(kJobBytesMax, 'j')).ok());
+  EXPECT_FALSE(parse_store_address("tcp://host:1/" + std::string(kJobBytesMax + 1, 'j')).ok());
+  EXPECT_EQ(parse_store_address(std::string(300, 'x')).status().message(),
+            "the rendezvous store \"" + std::string(200, 'x') +
+                "\" is not tcp://HOST:PORT or tcp://HOST:PORT/JOB with a port from 1 to 65535; give such an "
+                "address, or a directory");
+}
+
+TEST(StoreAddress, IsWrittenAsItIsRead) {
+  for (const std::string text : {"tcp://10.0.0.1:29400/", "tcp://[::1]:65535/a/b"})
+    EXPECT_EQ(store_address_text(parse_store_address(text).value()), text);
 }
 
 TEST(StoreAddress, ListensAtOneAddressOfThisHostOnly) {
@@ -81,12 +93,18 @@ TEST_F(StoreSecret, ComesFromAPrivateFileOrTheVariable) {
   EXPECT_EQ(read_store_secret().value(), std::string(32, 'v'));
   file_with(std::string(64, 'k') + "\n", 0600);
   EXPECT_EQ(read_store_secret().value(), std::string(64, 'k'));
+  file_with(std::string(4096, 'k') + " \r\n", 0600);
+  EXPECT_EQ(read_store_secret().value(), std::string(4096, 'k'));
 }
 
 TEST_F(StoreSecret, IsRefusedWhereOthersMayKnowIt) {
   expect_refused("needs a secret");
   setenv("FOREBAY_SECRET", "short", 1);
   expect_refused("5 characters");
+  setenv("FOREBAY_SECRET", std::string(31, 'v').c_str(), 1);
+  expect_refused("the secret in FOREBAY_SECRET has 31 characters; it must have 32 to 4096");
+  setenv("FOREBAY_SECRET", std::string(4097, 'v').c_str(), 1);
+  expect_refused("4097 characters");
   file_with(std::string(64, 'k'), 0640);
   expect_refused("chmod 600");
   file_with(std::string(5000, 'k'), 0600);

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <string>
 
+#include "collectives/fingerprint.h"
 #include "collectives/rendezvous/store_book.h"
 
 namespace forebay::internal {
@@ -132,6 +133,45 @@ TEST(StoreMessages, WhatIsSaidArrivesAndNothingElseIsTaken) {
   EXPECT_FALSE(decode(std::string("\x30\0\0\0\0", 5), &message)) << "a type that there is not";
 }
 
+TEST(StoreMessages, AnIntroductionIsOfARankOfTheRun) {
+  const auto is_read = [](int rank, int size) {
+    const std::string bytes = encode(Introduction{{rank, size, "same"}, "version", "host"});
+    std::string_view text = bytes;
+    Introduction read;
+    return decode(&text, &read) && text.empty();
+  };
+  EXPECT_TRUE(is_read(2, 3));
+  EXPECT_FALSE(is_read(3, 3));
+  EXPECT_FALSE(is_read(0, 0));
+  EXPECT_TRUE(is_read(0, kRanksMax));
+  EXPECT_FALSE(is_read(0, kRanksMax + 1));
+}
+
+TEST(StoreMessages, ALongConfigurationIsCutAndStaysItself) {
+  const auto configured = [](const std::string& text) { return introduce({0, 2, text}).who.configuration; };
+  const std::string longest(kConfigurationBytesMax, 'c');
+  EXPECT_EQ(configured(longest), longest);
+  const std::string cut = configured(longest + "d");
+  EXPECT_EQ(cut.size(), kConfigurationBytesMax);
+  EXPECT_NE(cut.find("...#"), std::string::npos);
+  EXPECT_NE(cut, configured(longest + "e"));
+}
+
+TEST(StoreMessages, ADifferenceOfTwoIntroductionsIsToldFromTheLowerRank) {
+  const Introduction first{{1, 3, "gloo"}, "0.1.0", "a"};
+  Introduction second{{2, 3, "shm"}, "0.1.0", "b"};
+  const std::string text =
+      "rank 1 was configured as \"gloo\", rank 2 as \"shm\"; start all ranks with the same options";
+  EXPECT_EQ(compare(first, second).message(), text);
+  EXPECT_EQ(compare(second, first).message(), text);
+  second.version = "0.2.0";
+  EXPECT_EQ(compare(second, first).message(),
+            "rank 1 runs forebay 0.1.0, rank 2 runs forebay 0.2.0; install the same version everywhere");
+  second.who.size = 4;
+  EXPECT_EQ(compare(second, first).message(),
+            "rank 1 was started as one of 3 ranks, rank 2 as one of 4; start all ranks with the same number");
+}
+
 TEST(StoreMessages, ARosterTellsHostsOnceItIsComplete) {
   Attendance read;
   ASSERT_TRUE(decode(encode(Attendance{"", {true, false}, {}, "refused"}), &read));
@@ -158,6 +198,83 @@ TEST(StoreBook, OnlyTextsThatItHasCount) {
   EXPECT_EQ(book.answer(1, {MessageType::kRemove, "b", {}}).type, MessageType::kDone);
   EXPECT_EQ(book.answer(1, {MessageType::kRead, "b", {}}).type, MessageType::kNothing);
   EXPECT_EQ(write("c", kThird), MessageType::kDone);
+}
+
+Greeting greeting_of(int rank, const std::string& job = "job") {
+  return {job, {{rank, 2, "same"}, "version", "host"}};
+}
+
+TEST(StoreBook, SaysHowFullItIs) {
+  StoreBook book(greeting_of(0), "tcp://host:1");
+  book.answer(0, {MessageType::kWrite, "a", std::string(1000, 'x')});
+  const std::size_t cost = 1 + 1000 + 128;
+  const std::size_t left = StoreBook::kBytesMax - cost - 1 - 128;
+
+  const Message refused = book.answer(0, {MessageType::kWrite, "b", std::string(left + 1, 'x')});
+  EXPECT_EQ(decode_failure(refused.content).message(),
+            "the store at tcp://host:1 cannot keep " + std::to_string(left + 1) + " bytes more: it has " +
+                std::to_string(cost) + " of at most " + std::to_string(StoreBook::kBytesMax) +
+                "; it is for the texts with which ranks meet, not for data");
+  EXPECT_EQ(book.answer(0, {MessageType::kWrite, "b", std::string(left, 'x')}).type, MessageType::kDone);
+}
+
+TEST(StoreBook, KeepsTheFirstFailureAndTellsItOnce) {
+  StoreBook book(greeting_of(0), "tcp://host:1");
+  const auto fail = [&](const char* text) {
+    const Message message{MessageType::kFail, {}, encode_failure(Status(StatusCode::kIoError, text))};
+    return decode_failure(book.answer(1, message).content).message();
+  };
+  EXPECT_EQ(fail("first"), "first");
+  EXPECT_EQ(fail("second"), "first");
+  const std::vector<Message> news = book.take_news();
+  ASSERT_EQ(news.size(), 1u);
+  EXPECT_EQ(news[0].type, MessageType::kFirstFailure);
+  EXPECT_EQ(decode_failure(news[0].content).message(), "first");
+}
+
+TEST(StoreBook, TellsANewcomerTextsThatWereWrittenOnceAlone) {
+  StoreBook book(greeting_of(0), "tcp://host:1");
+  book.answer(0, {MessageType::kWrite, "changing", "a"});
+  book.answer(0, {MessageType::kWriteOnce, "fixed", "b"});
+  book.answer(0, {MessageType::kWriteOnce, "fixed", "c"});
+  const std::vector<Message> news = book.news_for_newcomer();
+  ASSERT_EQ(news.size(), 1u);
+  EXPECT_EQ(news[0].name, "fixed");
+  EXPECT_EQ(news[0].content, "b");
+  book.take_news();
+  // A post is passed on, but not in the place of a text.
+  book.post({MessageType::kPost, "fixed", "d"});
+  book.post({MessageType::kPost, "other", "d"});
+  ASSERT_EQ(book.take_news().size(), 1u);
+}
+
+TEST(StoreBook, SaysWhoIsRefused) {
+  StoreBook book(greeting_of(0), "tcp://host:1");
+  EXPECT_EQ(book.greet(greeting_of(1, "other"), "10.0.0.2").message(),
+            "rank 1 at 10.0.0.2 is of the run \"other\", but the store at tcp://host:1 is that of the run "
+            "\"job\"; end the remaining processes of the earlier run, or give each run a port of its own");
+  const auto doubt = [&] {
+    Attendance read;
+    EXPECT_TRUE(decode(book.answer(0, {MessageType::kRoster, {}, {}}).content, &read));
+    return read.doubt;
+  };
+  EXPECT_EQ(doubt(), "refused 1 connection, from 10.0.0.2: rank 1 at 10.0.0.2 is of the run \"other\"");
+  EXPECT_FALSE(book.greet(greeting_of(1, "third"), "10.0.0.3").ok());
+  EXPECT_EQ(doubt(),
+            "refused 2 connections, the last from 10.0.0.3: rank 1 at 10.0.0.3 is of the run \"third\"");
+
+  EXPECT_TRUE(book.greet(greeting_of(0), "10.0.0.1").ok());
+  EXPECT_TRUE(book.greet(greeting_of(1), "10.0.0.2").ok());
+  EXPECT_EQ(
+      book.greet(greeting_of(1), "10.0.0.4").message(),
+      "rank 1 at 10.0.0.4 came to tcp://host:1 when all 2 ranks of the run were there already; start all "
+      "ranks together, and each run at a port of its own");
+  Attendance read;
+  ASSERT_TRUE(decode(book.answer(0, {MessageType::kRoster, {}, {}}).content, &read));
+  EXPECT_EQ(read.generation.size(), 16u);
+  // Once all have come, one may leave.
+  book.leave(1);
+  EXPECT_TRUE(book.take_news().empty());
 }
 
 }  // namespace

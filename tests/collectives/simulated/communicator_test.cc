@@ -142,6 +142,47 @@ TEST(SimulatedCommunicator, ControlOperationsTakeHops) {
   SimulatedRanks ranks(8);
   throw_if_error(ranks.communicator->barrier());
   EXPECT_EQ(ranks.backend->now(), std::chrono::microseconds(2 * 3 * 10));
+
+  SimulatedRanks five(5);
+  throw_if_error(five.communicator->barrier());
+  EXPECT_EQ(five.backend->now(), std::chrono::microseconds(2 * 3 * 10));
+  SimulatedRanks four(4);
+  throw_if_error(four.communicator->barrier());
+  EXPECT_EQ(four.backend->now(), std::chrono::microseconds(2 * 2 * 10));
+}
+
+// 5 ranks: one is alone in the second node, and has no neighbours.
+TEST(SimulatedCommunicator, ALevelWithoutPeersTakesNoTime) {
+  std::vector<SimulatedLevel> links = levels(8);
+  links.insert(
+      links.begin(),
+      {.name = "die", .ranks = 1, .bytes_per_second = 1e9, .latency_seconds = 1, .resource = kCompute});
+  SimulatedRanks ranks(8, GatherAlgorithm::kDirect, links);
+  throw_if_error(ranks.communicator->all_gather(ranks.gathering(1'000'000), ranks.stream));
+  EXPECT_NEAR(ranks.finish(), 5 + 4 * (200 + 1), 1e-3);
+}
+
+TEST(SimulatedCommunicator, TheAccountTellsDecisionsFromGathers) {
+  SimulatedRanks ranks(4);
+  ranks.backend->watch(ranks.stream);
+  AllGatherArguments decision = ranks.gathering(1'000'000);
+  decision.decides = true;
+  throw_if_error(ranks.communicator->all_gather(decision, ranks.stream));
+  throw_if_error(ranks.communicator->all_gather(ranks.gathering(2'000'000), ranks.stream));
+  ranks.finish();
+
+  std::vector<std::string> names;
+  for (const ModelStreamTime& one : ranks.backend->watched()) names.push_back(one.name);
+  EXPECT_EQ(names, (std::vector<std::string>{"decision", "all_gather"}));
+}
+
+TEST(SimulatedCommunicator, RemembersTheLastSixtyFourOperations) {
+  SimulatedRanks ranks(4);
+  for (int i = 0; i < 66; ++i) throw_if_error(ranks.communicator->barrier());
+  const auto records = ranks.communicator->last_operations();
+  ASSERT_EQ(records.size(), 64u);
+  EXPECT_EQ(records.front().what, "barrier (operation 2)");
+  EXPECT_EQ(records.back().what, "barrier (operation 65)");
 }
 
 TEST(SimulatedCommunicator, OneRankSendsNothingAndTakesNoTime) {
@@ -192,8 +233,10 @@ TEST(SimulatedCommunicator, RefusesWrongArgumentsInTheWordsOfTheOthers) {
   EXPECT_EQ(ranks.communicator->reduce_scatter(reduction, ranks.stream).code(), StatusCode::kInvalidArgument);
   EXPECT_EQ(ranks.communicator->send(ranks.memory, 4, 4, 0, ranks.stream).code(),
             StatusCode::kInvalidArgument);
-  EXPECT_EQ(ranks.communicator->send(ranks.memory, 4, 0, 0, ranks.stream).code(),
-            StatusCode::kInvalidArgument);
+  EXPECT_EQ(ranks.communicator->send(ranks.memory, 4, 0, 0, ranks.stream).message(),
+            "send: peer 0 is not another rank of 0..3 seen from rank 0; give the number of another rank");
+  EXPECT_EQ(ranks.communicator->recv(ranks.memory, 4, 0, 0, ranks.stream).message(),
+            "recv: peer 0 is not another rank of 0..3 seen from rank 0; give the number of another rank");
   EXPECT_TRUE(ranks.communicator->status().ok());
 }
 
@@ -236,6 +279,22 @@ TEST(SimulatedCommunicator, SplitsByTheRulesOfTheOtherRanks) {
 
   ranks.communicator->expect_split([](int) { return std::pair(1, 1); });
   EXPECT_EQ(ranks.communicator->split(0, 0).status().code(), StatusCode::kInvalidArgument);
+  ranks.communicator->expect_split([](int) { return std::pair(0, 1); });
+  EXPECT_EQ(
+      ranks.communicator->split(0, 0).status().message(),
+      "the rule of a split gives color 0 and key 1 to rank 0, which asks for 0 and 0; give the rules in "
+      "the order of the splits");
+}
+
+TEST(SimulatedCommunicator, AnAbortNamesTheRankOfTheWorld) {
+  SimulatedRanks ranks(8);
+  // The keys put rank 0 behind the others of its group.
+  ranks.communicator->expect_split([](int rank) { return std::pair(rank / 4, -rank); });
+  const auto part = value_or_throw(ranks.communicator->split(0, 0));
+  EXPECT_EQ(part->rank(), 3);
+  part->abort(Status());
+  EXPECT_EQ(ranks.communicator->status().message(),
+            "rank 0 aborted the communicator without a cause; see its output");
 }
 
 TEST(SimulatedCommunicator, IsMadeForAHundredThousandRanks) {
@@ -266,6 +325,24 @@ TEST(SimulatedCommunicator, RefusesABadTopologyByName) {
   odd = levels(8);
   odd[1].latency_seconds = -1;
   EXPECT_NE(problem({.size = 4, .levels = odd}).message().find("latency_seconds"), std::string::npos);
+  EXPECT_EQ(problem({.rank = -1, .size = 2, .levels = levels(4)}).code(), StatusCode::kInvalidArgument);
+  EXPECT_EQ(problem({.rank = 3, .size = 2, .levels = levels(4)}).code(), StatusCode::kInvalidArgument);
+  odd = levels(8);
+  odd[0].ranks_per_link = 0;
+  EXPECT_NE(problem({.size = 4, .levels = odd}).message().find("level node has no ranks_per_link"),
+            std::string::npos);
+  odd = levels(8);
+  odd[0].resource = kModelResourcesMax - 1;
+  EXPECT_TRUE(problem({.size = 4, .levels = odd}).ok());
+  odd[0].resource = kModelResourcesMax;
+  EXPECT_EQ(problem({.size = 4, .levels = odd}).message(),
+            "cannot simulate ranks: level node uses resource 16; use 0 to 15");
+  odd = levels(8);
+  odd.insert(odd.begin(), 2, {.name = "die", .ranks = 1, .bytes_per_second = 1e9});
+  EXPECT_TRUE(problem({.size = 4, .levels = odd}).ok());
+  odd[0].processor_seconds_per_byte = 1e-9;
+  EXPECT_EQ(problem({.size = 4, .levels = odd}).message(),
+            "cannot simulate ranks: 5 levels, counting those that use processors twice; use at most 4");
 }
 
 }  // namespace
