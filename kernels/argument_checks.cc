@@ -198,6 +198,42 @@ Status check_controlled(const char* kernel, const MuonGradient& gradient, const 
   return state == nullptr ? Status() : check_pointer(kernel, "state", state, count, alignof(StepState));
 }
 
+// A master, and what follows from it.
+Status check_move(const char* kernel, const MasterMove& a, std::uint64_t count) {
+  FOREBAY_RETURN_IF_ERROR(
+      a.half.elements != nullptr
+          ? check_pointer(kernel, "half.elements", a.half.elements, count, sizeof(std::uint16_t))
+          : check_pointer(kernel, "master", a.master, count, sizeof(float)));
+  if (a.average != nullptr)
+    FOREBAY_RETURN_IF_ERROR(check_pointer(kernel, "average", a.average, count, sizeof(float)));
+  FOREBAY_RETURN_IF_ERROR(check_type(kernel, "parameter_type", a.parameter_type));
+  return a.parameter == nullptr
+             ? Status()
+             : check_pointer(kernel, "parameter", a.parameter, count, element_bytes(a.parameter_type));
+}
+
+Status check_state(const char* kernel, const StepState* state) {
+  return state == nullptr ? Status() : check_pointer(kernel, "state", state, 1, alignof(StepState));
+}
+
+Status check_run(const char* kernel, const FactoredRun& run) {
+  FOREBAY_RETURN_IF_ERROR(check_type(kernel, "run.type", run.type));
+  if (run.first > run.shape.count() || run.count > run.shape.count() - run.first) {
+    return invalid("%s: a run of %llu elements from %llu on, of a parameter of %llu; keep it inside", kernel,
+                   static_cast<unsigned long long>(run.count), static_cast<unsigned long long>(run.first),
+                   static_cast<unsigned long long>(run.shape.count()));
+  }
+  return check_pointer(kernel, "run.gradient", run.gradient, run.count, element_bytes(run.type));
+}
+
+// The factors and row means that a moment is made of.
+Status check_factors(const char* kernel, const FactoredRun& run, const float* factors,
+                     const float* row_means) {
+  FOREBAY_RETURN_IF_ERROR(check_run(kernel, run));
+  FOREBAY_RETURN_IF_ERROR(check_pointer(kernel, "factors", factors, run.count, sizeof(float)));
+  return check_pointer(kernel, "row_means", row_means, run.shape.has_rows ? run.count : 0, sizeof(float));
+}
+
 }  // namespace
 
 Status check_arguments(const Controlled<MuonMomentumArguments>& a) {
@@ -228,16 +264,66 @@ Status check_arguments(const Controlled<MuonUpdateArguments>& a) {
   FOREBAY_RETURN_IF_ERROR(check_controlled(kernel, u.gradient, a.state, u.count));
   FOREBAY_RETURN_IF_ERROR(check_pointer(kernel, "m", u.m, u.count, sizeof(float)));
   FOREBAY_RETURN_IF_ERROR(check_pointer(kernel, "u", u.u, u.count, sizeof(float)));
+  return check_move(kernel, u, u.count);
+}
+
+Status check_arguments(const Controlled<FactorSumsArguments>& a) {
+  const char* const kernel = "factor_sums";
+  FOREBAY_RETURN_IF_ERROR(check_state(kernel, a.state));
+  FOREBAY_RETURN_IF_ERROR(check_run(kernel, a.part.run));
+  return check_pointer(kernel, "sums", a.part.sums, a.part.run.shape.factor_count(), sizeof(float));
+}
+
+Status check_arguments(const Controlled<FactorRenewalArguments>& a) {
+  const char* const kernel = "renew_factors";
+  const FactoredShape& shape = a.part.shape;
+  FOREBAY_RETURN_IF_ERROR(check_state(kernel, a.state));
   FOREBAY_RETURN_IF_ERROR(
-      u.half.elements != nullptr
-          ? check_pointer(kernel, "half.elements", u.half.elements, u.count, sizeof(std::uint16_t))
-          : check_pointer(kernel, "master", u.master, u.count, sizeof(float)));
-  if (u.average != nullptr)
-    FOREBAY_RETURN_IF_ERROR(check_pointer(kernel, "average", u.average, u.count, sizeof(float)));
-  FOREBAY_RETURN_IF_ERROR(check_type(kernel, "parameter_type", u.parameter_type));
-  return u.parameter == nullptr
-             ? Status()
-             : check_pointer(kernel, "parameter", u.parameter, u.count, element_bytes(u.parameter_type));
+      check_pointer(kernel, "factors", a.part.factors, shape.factor_count(), sizeof(float)));
+  FOREBAY_RETURN_IF_ERROR(check_pointer(kernel, "sums", a.part.sums, shape.factor_count(), sizeof(float)));
+  return check_pointer(kernel, "row_means", a.part.row_means, shape.has_rows ? shape.batches : 0,
+                       sizeof(float));
+}
+
+Status check_arguments(const Controlled<UpdateSquaresArguments>& a) {
+  const char* const kernel = "update_squares";
+  FOREBAY_RETURN_IF_ERROR(check_state(kernel, a.state));
+  FOREBAY_RETURN_IF_ERROR(check_factors(kernel, a.part.run, a.part.factors, a.part.row_means));
+  FOREBAY_RETURN_IF_ERROR(check_pointer(kernel, "scratch", a.part.scratch, a.part.run.count, sizeof(double)));
+  return check_pointer(kernel, "result", a.part.result, 1, sizeof(double));
+}
+
+Status check_arguments(const Controlled<ParameterSquaresArguments>& a) {
+  const char* const kernel = "parameter_squares";
+  const ParameterSquaresArguments& part = a.part;
+  FOREBAY_RETURN_IF_ERROR(check_state(kernel, a.state));
+  FOREBAY_RETURN_IF_ERROR(check_type(kernel, "type", part.type));
+  FOREBAY_RETURN_IF_ERROR(
+      check_pointer(kernel, "masters", part.masters, part.count, element_bytes(part.type)));
+  FOREBAY_RETURN_IF_ERROR(check_pointer(kernel, "scratch", part.scratch, part.count, sizeof(double)));
+  return check_pointer(kernel, "result", part.result, 1, sizeof(double));
+}
+
+Status check_arguments(const Controlled<AdafactorStepArguments>& a) {
+  const char* const kernel = "adafactor_step";
+  FOREBAY_RETURN_IF_ERROR(check_state(kernel, a.state));
+  FOREBAY_RETURN_IF_ERROR(
+      check_pointer(kernel, "squares", a.part.squares, a.part.rank_count, sizeof(double)));
+  return check_pointer(kernel, "step", a.part.step, 1, sizeof(float));
+}
+
+Status check_arguments(const Controlled<FactoredUpdateArguments>& a) {
+  const char* const kernel = "factored_update";
+  FOREBAY_RETURN_IF_ERROR(check_state(kernel, a.state));
+  FOREBAY_RETURN_IF_ERROR(check_factors(kernel, a.part.run, a.part.factors, a.part.row_means));
+  return check_move(kernel, a.part, a.part.run.count);
+}
+
+Status check_arguments(const Controlled<KeepFactorsArguments>& a) {
+  const char* const kernel = "keep_factors";
+  FOREBAY_RETURN_IF_ERROR(check_state(kernel, a.state));
+  FOREBAY_RETURN_IF_ERROR(check_pointer(kernel, "source", a.part.source, a.part.count, sizeof(float)));
+  return check_pointer(kernel, "target", a.part.target, a.part.count, sizeof(float));
 }
 
 Status check_moments(const char* function, const Moments& a, std::size_t count, bool has_v) {

@@ -20,6 +20,13 @@ Status check_arguments(const ControlledKeptUpdateArguments& arguments);
 Status check_arguments(const Controlled<MuonMomentumArguments>& arguments);
 Status check_arguments(const Controlled<OrthogonaliseArguments>& arguments);
 Status check_arguments(const Controlled<MuonUpdateArguments>& arguments);
+Status check_arguments(const Controlled<FactorSumsArguments>& arguments);
+Status check_arguments(const Controlled<FactorRenewalArguments>& arguments);
+Status check_arguments(const Controlled<UpdateSquaresArguments>& arguments);
+Status check_arguments(const Controlled<ParameterSquaresArguments>& arguments);
+Status check_arguments(const Controlled<AdafactorStepArguments>& arguments);
+Status check_arguments(const Controlled<FactoredUpdateArguments>& arguments);
+Status check_arguments(const Controlled<KeepFactorsArguments>& arguments);
 
 // The parts of an update of kept states, for messages of `function`.
 Status check_arguments(const char* function, const KeptUpdateArguments& arguments);

@@ -190,6 +190,42 @@ FOREBAY_DEVICE inline float matrix_divisor(double squares) noexcept {
   return norm > kMuonEpsilon ? norm : kMuonEpsilon;
 }
 
+// --- Adafactor ---
+
+// A factor of the second moment, from the mean of squares: their sum over `count` elements.
+FOREBAY_DEVICE inline float factor_element(float weight, float sum, float count, float factor) noexcept {
+  return canonical(fmaf(weight, sum / count - factor, factor));
+}
+
+// The mean of row factors, from the 16 lanes that they were added in.
+FOREBAY_DEVICE inline float row_mean(double* lanes, std::uint64_t rows) noexcept {
+  return static_cast<float>(norm_fold(lanes, kNormLanes) / static_cast<double>(rows));
+}
+
+// q: a row factor beside the mean of its matrix.
+FOREBAY_DEVICE inline float row_share(float row, float mean) noexcept {
+  return row / (mean > kAdafactorEpsilon1 ? mean : kAdafactorEpsilon1);
+}
+
+// u: g over the root of its moment, which is the least one where it is no number.
+FOREBAY_DEVICE inline float factored_element(float g, float q, float column) noexcept {
+  constexpr float kLeast = kAdafactorEpsilon1 * kAdafactorEpsilon1;
+  const float moment = q * column;
+  return g / sqrtf(moment > kLeast ? moment : kLeast);
+}
+
+// See AdafactorStepArguments.
+FOREBAY_DEVICE inline float adafactor_step(double lr, std::uint64_t step, std::uint64_t count,
+                                           double parameter_squares, double update_squares) noexcept {
+  const double all = static_cast<double>(count);
+  const double falling = 1.0 / sqrt(static_cast<double>(step));
+  const double rate = falling < lr ? falling : lr;
+  const double size = sqrt(parameter_squares / all);
+  const double alpha = (size > kAdafactorEpsilon2 ? size : kAdafactorEpsilon2) * rate;
+  const double excess = sqrt(update_squares / all) / kAdafactorThreshold;
+  return -static_cast<float>(alpha / (excess > 1.0 ? excess : 1.0));
+}
+
 // See StepControlArguments. `sum` is the sum of squares of all units.
 FOREBAY_DEVICE inline void advance_step(const StepControlArguments& a, double sum) noexcept {
   StepState& s = *a.state;
@@ -229,7 +265,7 @@ FOREBAY_DEVICE inline bool updates(const StepState& state, const std::uint32_t* 
   return state.outcome == StepOutcome::kApplied && (used == nullptr || *used != 0);
 }
 
-// Gives a part of a Muon step the values of the decision. False: the step is not applied.
+// Gives a part of an Adafactor or Muon step the values of the decision. False: the step is not applied.
 FOREBAY_DEVICE inline bool decided(const StepState* state, MuonMomentumArguments& a) noexcept {
   if (state == nullptr) return true;
   a.gradient.factor = state->factor;
@@ -243,6 +279,39 @@ FOREBAY_DEVICE inline bool decided(const StepState* state, MuonUpdateArguments& 
   a.gradient.factor = state->factor;
   a.step_number = state->applied_steps;
   return updates(*state, nullptr);
+}
+FOREBAY_DEVICE inline bool decided(const StepState* state, FactorSumsArguments& a) noexcept {
+  if (state == nullptr) return true;
+  a.run.factor = state->factor;
+  return updates(*state, nullptr);
+}
+FOREBAY_DEVICE inline bool decided(const StepState* state, FactorRenewalArguments&) noexcept {
+  return state == nullptr || updates(*state, nullptr);
+}
+FOREBAY_DEVICE inline bool decided(const StepState* state, UpdateSquaresArguments& a) noexcept {
+  if (state == nullptr) return true;
+  a.run.factor = state->factor;
+  return updates(*state, nullptr);
+}
+FOREBAY_DEVICE inline bool decided(const StepState* state, ParameterSquaresArguments&) noexcept {
+  return state == nullptr || updates(*state, nullptr);
+}
+FOREBAY_DEVICE inline bool decided(const StepState* state, AdafactorStepArguments& a) noexcept {
+  if (state == nullptr) return true;
+  a.step_number = state->applied_steps;
+  return updates(*state, nullptr);
+}
+FOREBAY_DEVICE inline bool decided(const StepState* state, FactoredUpdateArguments& a) noexcept {
+  if (state != nullptr) {
+    if (!updates(*state, nullptr)) return false;
+    a.run.factor = state->factor;
+    a.step_number = state->applied_steps;
+  }
+  if (a.computed_step != nullptr) a.step = *a.computed_step;
+  return true;
+}
+FOREBAY_DEVICE inline bool decided(const StepState* state, KeepFactorsArguments&) noexcept {
+  return state == nullptr || updates(*state, nullptr);
 }
 
 }  // namespace forebay::definitions

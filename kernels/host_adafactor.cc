@@ -28,11 +28,8 @@ void add_to_lanes(const float* values, std::size_t count, double* lanes) {
     add_squares(values + i, definitions::kNormLanes, lanes);
 }
 
-void divide(float q, const float* c, float least, std::size_t count, float* values) {
-  for (std::size_t i = 0; i < count; ++i) {
-    const float moment = q * c[i];
-    values[i] = values[i] / std::sqrt(moment > least ? moment : least);
-  }
+void divide(float q, const float* c, std::size_t count, float* values) {
+  for (std::size_t i = 0; i < count; ++i) values[i] = definitions::factored_element(values[i], q, c[i]);
 }
 
 void move(float decay, float step, const float* u, std::size_t count, float* p) {
@@ -59,7 +56,6 @@ using host_kernels::simd_factored_kernels;
 using host_kernels::Values;
 
 constexpr std::size_t kLanes = definitions::kNormLanes;
-constexpr float kLeastMoment = kAdafactorEpsilon1 * kAdafactorEpsilon1;
 
 // Columns, rows and leaves that one thread takes at once: see kElementBlock.
 constexpr std::size_t kColumnBlock = 512;
@@ -159,15 +155,12 @@ void for_each_update(const FactoredRun& run, const float* factors, const float* 
     const std::uint64_t row = begin / shape.columns, matrix = row / shape.rows;
     const std::uint64_t stop = std::min(end, (row + 1) * shape.columns);
     float q = 1.0f;
-    if (shape.has_rows) {
-      const float mean = row_means[matrix];
-      q = factors[row] / (mean > kAdafactorEpsilon1 ? mean : kAdafactorEpsilon1);
-    }
+    if (shape.has_rows) q = definitions::row_share(factors[row], row_means[matrix]);
     // The column factor of element 0 of the row.
     const float* const c = factors + shape.row_count() + matrix * shape.columns;
     for_each_chunk(begin, stop, [&](std::uint64_t at, std::size_t count) {
       load_gradient(kernels, run, at, count, u.data());
-      kernels.divide(q, c + (at - row * shape.columns), kLeastMoment, count, u.data());
+      kernels.divide(q, c + (at - row * shape.columns), count, u.data());
       visit(at, count, u.data());
     });
     begin = stop;
@@ -206,37 +199,37 @@ FactoredShape factored_shape(Span<const std::uint64_t> shape, std::uint64_t coun
   return {count / (rows * columns), rows, columns, true};
 }
 
-void factor_sums(const FactoredRun& run, float* sums, const BlockRunner& runner) {
-  std::fill_n(sums, run.shape.factor_count(), 0.0f);
+void factor_sums(const FactorSumsArguments& a, const BlockRunner& runner) {
+  const FactoredRun& run = a.run;
+  std::fill_n(a.sums, run.shape.factor_count(), 0.0f);
   if (run.count == 0) return;
   const std::uint64_t columns = run.shape.columns, last = run.first + run.count - 1;
   const std::uint64_t first_row = run.first / columns, last_row = last / columns;
   if (run.shape.has_rows) {
     runner.run(last_row + 1 - first_row, kRowBlock, [&](std::size_t begin, std::size_t end) {
-      sum_rows(run, first_row + begin, first_row + end, sums);
+      sum_rows(run, first_row + begin, first_row + end, a.sums);
     });
   }
   for (std::uint64_t matrix = first_row / run.shape.rows; matrix <= last_row / run.shape.rows; ++matrix) {
     runner.run(columns, kColumnBlock,
-               [&](std::size_t begin, std::size_t end) { sum_columns(run, matrix, begin, end, sums); });
+               [&](std::size_t begin, std::size_t end) { sum_columns(run, matrix, begin, end, a.sums); });
   }
 }
 
-void update_factors(const FactoredShape& shape, float weight, const float* factors, float* sums,
-                    float* row_means) {
-  const auto move = [&](std::uint64_t begin, std::uint64_t end, std::uint64_t count) {
-    const auto divisor = static_cast<float>(count);
-    for (std::uint64_t i = begin; i < end; ++i)
-      sums[i] = canonical(std::fma(weight, sums[i] / divisor - factors[i], factors[i]));
-  };
-  move(0, shape.row_count(), shape.columns);
-  move(shape.row_count(), shape.factor_count(), shape.rows);
+void renew_factors(const FactorRenewalArguments& a, const BlockRunner& runner) {
+  const FactoredShape& shape = a.shape;
+  runner.run(shape.factor_count(), kElementBlock, [&](std::size_t begin, std::size_t end) {
+    for (std::size_t i = begin; i < end; ++i) {
+      const std::uint64_t count = i < shape.row_count() ? shape.columns : shape.rows;
+      a.sums[i] = definitions::factor_element(a.weight, a.sums[i], static_cast<float>(count), a.factors[i]);
+    }
+  });
   if (!shape.has_rows) return;
   for (std::uint64_t matrix = 0; matrix < shape.batches; ++matrix) {
     double lanes[kLanes] = {};
     for (std::uint64_t i = 0; i < shape.rows; ++i)
-      lanes[i % kLanes] = lanes[i % kLanes] + static_cast<double>(sums[matrix * shape.rows + i]);
-    row_means[matrix] = static_cast<float>(norm_fold(lanes, kLanes) / static_cast<double>(shape.rows));
+      lanes[i % kLanes] = lanes[i % kLanes] + static_cast<double>(a.sums[matrix * shape.rows + i]);
+    a.row_means[matrix] = definitions::row_mean(lanes, shape.rows);
   }
 }
 
@@ -244,37 +237,44 @@ float adafactor_weight(std::uint64_t step) {
   return static_cast<float>(std::pow(static_cast<double>(step), kAdafactorDecay));
 }
 
-double update_squares(const FactoredRun& run, const float* factors, const float* row_means, double* scratch,
-                      const BlockRunner& runner) {
-  return leaf_sum(run.place, run.count, 0.0, scratch, runner,
-                  [&](std::uint64_t begin, std::uint64_t end, double* lanes) {
-                    for_each_update(run, factors, row_means, run.first + begin, run.first + end,
-                                    [&](std::uint64_t at, std::size_t count, const float* u) {
-                                      add_to_lanes(simd_factored_kernels(), u, count,
-                                                   run.place + (at - run.first), lanes);
-                                    });
-                  });
+void update_squares(const UpdateSquaresArguments& a, const BlockRunner& runner) {
+  const FactoredRun& run = a.run;
+  *a.result = leaf_sum(run.place, run.count, 0.0, a.scratch, runner,
+                       [&](std::uint64_t begin, std::uint64_t end, double* lanes) {
+                         for_each_update(run, a.factors, a.row_means, run.first + begin, run.first + end,
+                                         [&](std::uint64_t at, std::size_t count, const float* u) {
+                                           add_to_lanes(simd_factored_kernels(), u, count,
+                                                        run.place + (at - run.first), lanes);
+                                         });
+                       });
 }
 
-double parameter_squares(const void* masters, DataType type, std::uint64_t count, std::uint64_t place,
-                         double sum, double* scratch, const BlockRunner& runner) {
+void parameter_squares(const ParameterSquaresArguments& a, const BlockRunner& runner, double sum) {
   const FactoredKernels& kernels = simd_factored_kernels();
-  return leaf_sum(place, count, sum, scratch, runner,
-                  [&](std::uint64_t begin, std::uint64_t end, double* lanes) {
-                    Values p;
-                    const auto* from = static_cast<const std::byte*>(masters) + begin * element_bytes(type);
-                    kernels.scale(from, type, 1.0f, end - begin, p.data());
-                    add_to_lanes(kernels, p.data(), end - begin, place + begin, lanes);
-                  });
+  *a.result = leaf_sum(
+      a.place, a.count, sum, a.scratch, runner, [&](std::uint64_t begin, std::uint64_t end, double* lanes) {
+        Values p;
+        const auto* from = static_cast<const std::byte*>(a.masters) + begin * element_bytes(a.type);
+        kernels.scale(from, a.type, 1.0f, end - begin, p.data());
+        add_to_lanes(kernels, p.data(), end - begin, a.place + begin, lanes);
+      });
 }
 
 float adafactor_step(double lr, std::uint64_t step, std::uint64_t count, double parameter_squares,
                      double update_squares) {
-  const auto all = static_cast<double>(count);
-  const double rate = std::min(lr, 1.0 / std::sqrt(static_cast<double>(step)));
-  const double alpha = std::max(kAdafactorEpsilon2, std::sqrt(parameter_squares / all)) * rate;
-  const double excess = std::max(1.0, std::sqrt(update_squares / all) / kAdafactorThreshold);
-  return -static_cast<float>(alpha / excess);
+  return definitions::adafactor_step(lr, step, count, parameter_squares, update_squares);
+}
+
+void adafactor_step(const AdafactorStepArguments& a, const BlockRunner&) {
+  double sums[2] = {};
+  for (std::uint64_t rank = 0; rank < a.rank_count; ++rank) {
+    for (std::uint64_t i = 0; i < 2; ++i) sums[i] = sums[i] + a.squares[rank * a.rank_stride + i];
+  }
+  *a.step = definitions::adafactor_step(a.lr, a.step_number, a.count, sums[0], sums[1]);
+}
+
+void keep_factors(const KeepFactorsArguments& a, const BlockRunner&) {
+  std::copy_n(a.source, a.count, a.target);
 }
 
 void factored_update(const FactoredUpdateArguments& a, const BlockRunner& runner) {

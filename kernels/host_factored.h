@@ -35,8 +35,8 @@ struct FactoredKernels {
   void (*add_squares)(const float* values, std::size_t count, double* sums);
   // The same, to lanes[i mod kNormLanes]. Requires: `count` is a multiple of kNormLanes.
   void (*add_to_lanes)(const float* values, std::size_t count, double* lanes);
-  // Gradients to updates: values[i] /= sqrt(max(q * c[i], least)). A moment that is no number gives `least`.
-  void (*divide)(float q, const float* c, float least, std::size_t count, float* values);
+  // Gradients to updates: values[i] = factored_element(values[i], q, c[i]).
+  void (*divide)(float q, const float* c, std::size_t count, float* values);
   // p[i] = canonical(fma(step, u[i], fma(decay, p[i], p[i])))
   void (*move)(float decay, float step, const float* u, std::size_t count, float* p);
 };

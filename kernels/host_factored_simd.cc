@@ -63,16 +63,16 @@ void add_to_lanes(const float* values, std::size_t count, double* lanes) {
   for (std::size_t j = 0; j < kDoubleVectors; ++j) hn::StoreU(sums[j], d, lanes + j * kDoubleLanes);
 }
 
-void divide(float q, const float* c, float least, std::size_t count, float* values) {
+void divide(float q, const float* c, std::size_t count, float* values) {
   const FloatTag d;
-  const auto floor = hn::Set(d, least);
+  const auto floor = hn::Set(d, kAdafactorEpsilon1 * kAdafactorEpsilon1);
   const std::size_t middle = vector_end(0, count);
   for (std::size_t i = 0; i < middle; i += hn::Lanes(d)) {
     const auto moment = hn::Mul(hn::Set(d, q), hn::LoadU(d, c + i));
     const auto root = hn::Sqrt(hn::IfThenElse(hn::Gt(moment, floor), moment, floor));
     hn::StoreU(hn::Div(hn::LoadU(d, values + i), root), d, values + i);
   }
-  scalar_factored_kernels().divide(q, c + middle, least, count - middle, values + middle);
+  scalar_factored_kernels().divide(q, c + middle, count - middle, values + middle);
 }
 
 void move(float decay, float step, const float* u, std::size_t count, float* p) {

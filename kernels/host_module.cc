@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "forebay/host_adafactor.h"
 #include "forebay/host_muon.h"
 #include "kernels/float_environment.h"
 #include "kernels/host_moments.h"
@@ -87,6 +88,10 @@ void run_controlled(const Dimensions&, const Dimensions&, void* const* arguments
   if (definitions::decided(launch.arguments.state, a)) part(a, launch.context->runner);
 }
 
+void add_parameter_squares(const ParameterSquaresArguments& arguments, const BlockRunner& runner) {
+  parameter_squares(arguments, runner);
+}
+
 void run_norm(const Dimensions&, const Dimensions&, void* const* arguments) {
   const auto& launch = *static_cast<const HostLaunch<NormArguments>*>(arguments[0]);
   const std::size_t leaf_count = launch.arguments.count / kLeafCount;
@@ -116,6 +121,13 @@ const HostKernel* host_kernel_table() noexcept {
       {"forebay_muon_momentum", run_controlled<MuonMomentumArguments, muon_momentum>},
       {"forebay_orthogonalise", run_controlled<OrthogonaliseArguments, orthogonalise>},
       {"forebay_muon_update", run_controlled<MuonUpdateArguments, muon_update>},
+      {"forebay_factor_sums", run_controlled<FactorSumsArguments, factor_sums>},
+      {"forebay_renew_factors", run_controlled<FactorRenewalArguments, renew_factors>},
+      {"forebay_update_squares", run_controlled<UpdateSquaresArguments, update_squares>},
+      {"forebay_parameter_squares", run_controlled<ParameterSquaresArguments, add_parameter_squares>},
+      {"forebay_adafactor_step", run_controlled<AdafactorStepArguments, adafactor_step>},
+      {"forebay_factored_update", run_controlled<FactoredUpdateArguments, factored_update>},
+      {"forebay_keep_factors", run_controlled<KeepFactorsArguments, keep_factors>},
       {nullptr, nullptr},
   };
   return kTable;

@@ -44,6 +44,13 @@ class HostKernels final : public Kernels {
     FOREBAY_RETURN_IF_ERROR(find("forebay_muon_momentum", muon_momentum_));
     FOREBAY_RETURN_IF_ERROR(find("forebay_orthogonalise", orthogonalise_));
     FOREBAY_RETURN_IF_ERROR(find("forebay_muon_update", muon_update_));
+    FOREBAY_RETURN_IF_ERROR(find("forebay_factor_sums", factor_sums_));
+    FOREBAY_RETURN_IF_ERROR(find("forebay_renew_factors", renew_factors_));
+    FOREBAY_RETURN_IF_ERROR(find("forebay_update_squares", update_squares_));
+    FOREBAY_RETURN_IF_ERROR(find("forebay_parameter_squares", parameter_squares_));
+    FOREBAY_RETURN_IF_ERROR(find("forebay_adafactor_step", adafactor_step_));
+    FOREBAY_RETURN_IF_ERROR(find("forebay_factored_update", factored_update_));
+    FOREBAY_RETURN_IF_ERROR(find("forebay_keep_factors", keep_factors_));
     return find("forebay_adamw_controlled", adamw_controlled_);
   }
 
@@ -92,6 +99,28 @@ class HostKernels final : public Kernels {
   Status muon_update(const Controlled<MuonUpdateArguments>& arguments, Stream stream) override {
     return controlled(muon_update_, arguments, arguments.part.count, stream);
   }
+  Status factor_sums(const Controlled<FactorSumsArguments>& arguments, Stream stream) override {
+    return controlled(factor_sums_, arguments, arguments.part.run.shape.factor_count(), stream);
+  }
+  Status renew_factors(const Controlled<FactorRenewalArguments>& arguments, Stream stream) override {
+    return controlled(renew_factors_, arguments, arguments.part.shape.factor_count(), stream);
+  }
+  // The sum of no elements is a result, too.
+  Status update_squares(const Controlled<UpdateSquaresArguments>& arguments, Stream stream) override {
+    return controlled(update_squares_, arguments, 1, stream);
+  }
+  Status parameter_squares(const Controlled<ParameterSquaresArguments>& arguments, Stream stream) override {
+    return controlled(parameter_squares_, arguments, 1, stream);
+  }
+  Status adafactor_step(const Controlled<AdafactorStepArguments>& arguments, Stream stream) override {
+    return controlled(adafactor_step_, arguments, 1, stream);
+  }
+  Status factored_update(const Controlled<FactoredUpdateArguments>& arguments, Stream stream) override {
+    return controlled(factored_update_, arguments, arguments.part.run.count, stream);
+  }
+  Status keep_factors(const Controlled<KeepFactorsArguments>& arguments, Stream stream) override {
+    return controlled(keep_factors_, arguments, arguments.part.count, stream);
+  }
 
   const char* description() const noexcept override { return description_.c_str(); }
 
@@ -128,6 +157,8 @@ class HostKernels final : public Kernels {
   Module module_;
   Kernel cast_, accumulate_, scale_, add_, norm_, adamw_, fill_, step_control_, adamw_controlled_;
   Kernel kept_update_, muon_momentum_, orthogonalise_, muon_update_;
+  Kernel factor_sums_, renew_factors_, update_squares_, parameter_squares_, adafactor_step_;
+  Kernel factored_update_, keep_factors_;
 };
 
 }  // namespace

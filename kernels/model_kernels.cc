@@ -71,16 +71,58 @@ class ModelKernels final : public Kernels {
   Status muon_update(const Controlled<MuonUpdateArguments>& a, Stream stream) override {
     FOREBAY_RETURN_IF_ERROR(check_arguments(a));
     const MuonUpdateArguments& u = a.part;
-    std::uint64_t bytes = element_bytes(u.gradient.type) + 3 * sizeof(float);
-    bytes += 2 * (u.half.elements != nullptr ? sizeof(std::uint16_t) : sizeof(float));
-    if (u.average != nullptr) bytes += 2 * sizeof(float);
-    if (u.parameter != nullptr) bytes += element_bytes(u.parameter_type);
-    return queue("update", u.count * bytes, stream);
+    return queue("update", u.count * (element_bytes(u.gradient.type) + 3 * sizeof(float) + moved_bytes(u)),
+                 stream);
+  }
+
+  // Rows and columns: the gradient is read twice.
+  Status factor_sums(const Controlled<FactorSumsArguments>& a, Stream stream) override {
+    FOREBAY_RETURN_IF_ERROR(check_arguments(a));
+    const FactoredRun& run = a.part.run;
+    const std::uint64_t passes = run.shape.has_rows ? 2 : 1;
+    return queue("factors",
+                 passes * run.count * element_bytes(run.type) + run.shape.factor_count() * sizeof(float),
+                 stream);
+  }
+  Status renew_factors(const Controlled<FactorRenewalArguments>& a, Stream stream) override {
+    FOREBAY_RETURN_IF_ERROR(check_arguments(a));
+    const FactoredShape& shape = a.part.shape;
+    return queue("factors", (3 * shape.factor_count() + shape.row_count()) * sizeof(float), stream);
+  }
+  Status update_squares(const Controlled<UpdateSquaresArguments>& a, Stream stream) override {
+    FOREBAY_RETURN_IF_ERROR(check_arguments(a));
+    return queue("squares", a.part.run.count * element_bytes(a.part.run.type) + leaf_bytes(a.part.run.count),
+                 stream);
+  }
+  Status parameter_squares(const Controlled<ParameterSquaresArguments>& a, Stream stream) override {
+    FOREBAY_RETURN_IF_ERROR(check_arguments(a));
+    return queue("squares", a.part.count * element_bytes(a.part.type) + leaf_bytes(a.part.count), stream);
+  }
+  Status adafactor_step(const Controlled<AdafactorStepArguments>& a, Stream stream) override {
+    FOREBAY_RETURN_IF_ERROR(check_arguments(a));
+    return queue("squares", a.part.rank_count * 2 * sizeof(double), stream);
+  }
+  Status factored_update(const Controlled<FactoredUpdateArguments>& a, Stream stream) override {
+    FOREBAY_RETURN_IF_ERROR(check_arguments(a));
+    const FactoredUpdateArguments& u = a.part;
+    return queue("update", u.run.count * (element_bytes(u.run.type) + moved_bytes(u)), stream);
+  }
+  Status keep_factors(const Controlled<KeepFactorsArguments>& a, Stream stream) override {
+    FOREBAY_RETURN_IF_ERROR(check_arguments(a));
+    return queue("factors", a.part.count * 2 * sizeof(float), stream);
   }
 
   const char* description() const noexcept override { return description_.c_str(); }
 
  private:
+  // Leaves are written and read.
+  static std::uint64_t leaf_bytes(std::uint64_t count) { return 2 * sizeof(double) * (count / kLeafCount); }
+  // A master, and what follows from it.
+  static std::uint64_t moved_bytes(const MasterMove& a) {
+    return 2 * (a.half.elements != nullptr ? sizeof(std::uint16_t) : sizeof(float)) +
+           (a.average != nullptr ? 2 * sizeof(float) : 0) +
+           (a.parameter != nullptr ? element_bytes(a.parameter_type) : 0);
+  }
   static std::uint64_t adam_bytes(const AdamWArguments& a) {
     const std::uint64_t states = a.v != nullptr ? 3 : 2;  // Each is read and written.
     return states * 2 * sizeof(float) + other_bytes(a);

@@ -238,6 +238,69 @@ class CudaKernels final : public Kernels {
                   stream);
   }
 
+  Status factor_sums(const Controlled<FactorSumsArguments>& a, Stream stream) override {
+    FOREBAY_RETURN_IF_ERROR(check_arguments(a));
+    const FactoredShape& shape = a.part.run.shape;
+    if (shape.factor_count() == 0) return Status();
+    if (shape.has_rows) {
+      FOREBAY_RETURN_IF_ERROR(launch(factor_rows_, cuda_kernels::FactorSumsLaunch{a, 1},
+                                     laned_blocks(shape.row_count()), stream));
+    }
+    unsigned bands = 1;
+    while (bands < cuda_kernels::kBandsMax && bands * kFactorBandRows < shape.rows) bands *= 2;
+    const std::size_t width = kBlockSize / bands;
+    return launch(factor_columns_, cuda_kernels::FactorSumsLaunch{a, bands},
+                  (shape.columns + width - 1) / width * shape.batches, stream);
+  }
+
+  Status renew_factors(const Controlled<FactorRenewalArguments>& a, Stream stream) override {
+    FOREBAY_RETURN_IF_ERROR(check_arguments(a));
+    const FactoredShape& shape = a.part.shape;
+    if (shape.factor_count() == 0) return Status();
+    FOREBAY_RETURN_IF_ERROR(launch(factor_renewal_, a, thread_blocks(shape.factor_count()), stream));
+    return shape.has_rows ? launch(factor_means_, a, shape.batches, stream) : Status();
+  }
+
+  Status update_squares(const Controlled<UpdateSquaresArguments>& a, Stream stream) override {
+    FOREBAY_RETURN_IF_ERROR(check_arguments(a));
+    const UpdateSquaresArguments& part = a.part;
+    return add_leaves(update_leaves_, {part.run, part.factors, part.row_means, part.scratch, a.state},
+                      part.result, stream);
+  }
+
+  Status parameter_squares(const Controlled<ParameterSquaresArguments>& a, Stream stream) override {
+    FOREBAY_RETURN_IF_ERROR(check_arguments(a));
+    const ParameterSquaresArguments& part = a.part;
+    FactoredRun masters;
+    masters.gradient = part.masters, masters.type = part.type;
+    masters.count = part.count, masters.place = part.place;
+    return add_leaves(parameter_leaves_, {masters, nullptr, nullptr, part.scratch, a.state}, part.result,
+                      stream);
+  }
+
+  Status adafactor_step(const Controlled<AdafactorStepArguments>& a, Stream stream) override {
+    FOREBAY_RETURN_IF_ERROR(check_arguments(a));
+    return launch(adafactor_step_, a, 1, stream);
+  }
+
+  Status factored_update(const Controlled<FactoredUpdateArguments>& a, Stream stream) override {
+    FOREBAY_RETURN_IF_ERROR(check_arguments(a));
+    const FactoredUpdateArguments& u = a.part;
+    if (u.run.count == 0) return Status();
+    const void* const master = u.half.elements != nullptr ? static_cast<const void*>(u.half.elements)
+                                                          : static_cast<const void*>(u.master);
+    const bool aligned = head_of(u.run.count, kAccessBytes,
+                                 {{u.run.gradient, 1}, {master, 1}, {u.average, 1}, {u.parameter, 1}}) == 0;
+    return launch(factored_update_, cuda_kernels::RunLaunch<FactoredUpdateArguments>{a, aligned},
+                  run_tiles(u.run.count), stream);
+  }
+
+  Status keep_factors(const Controlled<KeepFactorsArguments>& a, Stream stream) override {
+    FOREBAY_RETURN_IF_ERROR(check_arguments(a));
+    if (a.part.count == 0) return Status();
+    return launch(keep_factors_, a, thread_blocks(a.part.count), stream);
+  }
+
   const char* description() const noexcept override { return description_.c_str(); }
 
  private:
@@ -280,11 +343,36 @@ class CudaKernels final : public Kernels {
     FOREBAY_RETURN_IF_ERROR(find("matrix_gram", product(ProductKind::kGram)));
     FOREBAY_RETURN_IF_ERROR(find("matrix_polynomial", product(ProductKind::kPolynomial)));
     FOREBAY_RETURN_IF_ERROR(find("matrix_step", product(ProductKind::kStep)));
+    FOREBAY_RETURN_IF_ERROR(find("factor_rows", factor_rows_));
+    FOREBAY_RETURN_IF_ERROR(find("factor_columns", factor_columns_));
+    FOREBAY_RETURN_IF_ERROR(find("factor_renewal", factor_renewal_));
+    FOREBAY_RETURN_IF_ERROR(find("factor_means", factor_means_));
+    FOREBAY_RETURN_IF_ERROR(find("keep_factors", keep_factors_));
+    FOREBAY_RETURN_IF_ERROR(find("leaves_of_updates", update_leaves_));
+    FOREBAY_RETURN_IF_ERROR(find("leaves_of_parameters", parameter_leaves_));
+    FOREBAY_RETURN_IF_ERROR(find("chain", chain_));
+    FOREBAY_RETURN_IF_ERROR(find("adafactor_step", adafactor_step_));
+    FOREBAY_RETURN_IF_ERROR(find("factored_update", factored_update_));
     return find("step_control", step_control_);
   }
 
   static std::size_t run_tiles(std::size_t count) {
     return (count + cuda_kernels::kRunTile - 1) / cuda_kernels::kRunTile;
+  }
+
+  // Blocks with a thread for each element, and with one for each lane of each row or leaf.
+  static std::size_t thread_blocks(std::size_t count) { return (count + kBlockSize - 1) / kBlockSize; }
+  static std::size_t laned_blocks(std::size_t count) {
+    constexpr std::size_t kRows = kBlockSize / definitions::kNormLanes;
+    return (count + kRows - 1) / kRows;
+  }
+
+  // The sum of each leaf, and then of all.
+  Status add_leaves(Kernel& kernel, const cuda_kernels::FactoredLeavesLaunch& a, double* result,
+                    Stream stream) {
+    const std::size_t count = cuda_kernels::leaves_of(a.run.place, a.run.count);
+    if (count > 0) FOREBAY_RETURN_IF_ERROR(launch(kernel, a, laned_blocks(count), stream));
+    return launch(chain_, cuda_kernels::ChainLaunch{a.leaves, count, result, a.state}, 1, stream);
   }
 
   Status move_matrix(const cuda_kernels::MatrixMoveLaunch& move, Stream stream) {
@@ -347,6 +435,8 @@ class CudaKernels final : public Kernels {
   Kernel kept_update_[3];  // By format of the moments.
   Kernel muon_momentum_, muon_update_, matrix_squares_, matrix_norm_, matrix_move_;
   Kernel matrix_product_[3];  // By ProductKind.
+  Kernel factor_rows_, factor_columns_, factor_renewal_, factor_means_, keep_factors_;
+  Kernel update_leaves_, parameter_leaves_, chain_, adafactor_step_, factored_update_;
 };
 
 }  // namespace

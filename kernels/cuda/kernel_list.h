@@ -52,7 +52,7 @@
   X(forebay_update_fp16_bf16, Update<FOREBAY_F16, FOREBAY_BF16, true>)  \
   X(forebay_update_fp16_fp16, Update<FOREBAY_F16, FOREBAY_F16, true>)
 
-// X(name, struct of blocks.h or muon.h)
+// X(name, struct of adafactor.h, blocks.h or muon.h)
 #define FOREBAY_BLOCK_KERNELS(X)                                              \
   X(forebay_norm_leaves_fp32, NormLeaves<FOREBAY_F32>)                        \
   X(forebay_norm_leaves_bf16, NormLeaves<FOREBAY_BF16>)                       \
@@ -69,4 +69,14 @@
   X(forebay_matrix_move, MatrixMove)                                          \
   X(forebay_matrix_gram, MatrixProduct<ProductKind::kGram>)                   \
   X(forebay_matrix_polynomial, MatrixProduct<ProductKind::kPolynomial>)       \
-  X(forebay_matrix_step, MatrixProduct<ProductKind::kStep>)
+  X(forebay_matrix_step, MatrixProduct<ProductKind::kStep>)                   \
+  X(forebay_factor_rows, FactorRows)                                          \
+  X(forebay_factor_columns, FactorColumns)                                    \
+  X(forebay_factor_renewal, FactorRenewal)                                    \
+  X(forebay_factor_means, FactorMeans)                                        \
+  X(forebay_keep_factors, KeepFactors)                                        \
+  X(forebay_leaves_of_updates, FactoredLeaves<true>)                          \
+  X(forebay_leaves_of_parameters, FactoredLeaves<false>)                      \
+  X(forebay_chain, Chain)                                                     \
+  X(forebay_adafactor_step, AdafactorStep)                                    \
+  X(forebay_factored_update, FactoredUpdate)

@@ -1,4 +1,5 @@
 // The device side of every kernel: a wrapper around its body.
+#include "kernels/cuda/adafactor.h"
 #include "kernels/cuda/blocks.h"
 #include "kernels/cuda/elements.h"
 #include "kernels/cuda/kernel_list.h"

@@ -110,4 +110,34 @@ inline FOREBAY_DEVICE std::size_t product_tiles(ProductKind kind, std::size_t ro
   return kind == ProductKind::kStep ? down * across : down * (down + 1) / 2;
 }
 
+// Sums of squares of rows, or of columns. `bands`: bands of rows that a block adds up at once, a power of
+// two.
+struct FactorSumsLaunch {
+  Controlled<FactorSumsArguments> arguments;
+  unsigned bands;
+};
+inline constexpr unsigned kBandsMax = 8;
+
+// The sum of each leaf of u * u with new factors, or, without factors, of float(gradient)^2.
+struct FactoredLeavesLaunch {
+  FactoredRun run;
+  const float* factors;
+  const float* row_means;
+  double* leaves;
+  const StepState* state;
+};
+
+// *result = values[0] + values[1] + ..., one after the other.
+struct ChainLaunch {
+  const double* values;
+  std::size_t count;
+  double* result;
+  const StepState* state;
+};
+
+// Leaves that elements [place, place + count) of a unit touch.
+inline FOREBAY_DEVICE std::size_t leaves_of(std::size_t place, std::size_t count) {
+  return count == 0 ? 0 : (place + count - 1) / kLeafCount + 1 - place / kLeafCount;
+}
+
 }  // namespace forebay::cuda_kernels

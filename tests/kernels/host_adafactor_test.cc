@@ -32,11 +32,11 @@ struct Parameter {
     std::vector<double> scratch(leaf_room(gradient.size()));
     FactoredRun run{gradient.data(), DataType::kFloat32, 1.0f, shape, 0, gradient.size(), place};
     std::vector<float> sums(shape.factor_count(), NAN);
-    factor_sums(run, sums.data(), runner);
-    update_factors(shape, adafactor_weight(t), factors.data(), sums.data(), row_means.data());
-    factors = sums;
-    const double updates = update_squares(run, factors.data(), row_means.data(), scratch.data(), runner);
-    double squares = 0.0;
+    factor_sums({run, sums.data()}, runner);
+    renew_factors({shape, adafactor_weight(t), factors.data(), sums.data(), row_means.data()}, runner);
+    keep_factors({sums.data(), factors.data(), sums.size()}, runner);
+    double squares[2] = {};
+    update_squares({run, factors.data(), row_means.data(), scratch.data(), squares + 1}, runner);
     const auto for_each_cut = [&](auto visit) {
       for (std::uint64_t begin = 0; begin < master.size();) {
         const std::uint64_t end =
@@ -46,9 +46,12 @@ struct Parameter {
       }
     };
     for_each_cut([&](std::uint64_t begin, std::uint64_t end) {
-      squares = parameter_squares(master.data() + begin, DataType::kFloat32, end - begin, place + begin,
-                                  squares, scratch.data(), runner);
+      parameter_squares(
+          {master.data() + begin, DataType::kFloat32, end - begin, place + begin, scratch.data(), squares},
+          runner, squares[0]);
     });
+    float factor = 0.0f;
+    adafactor_step({squares, 2, 1, lr, shape.count(), t, &factor}, runner);
     for_each_cut([&](std::uint64_t begin, std::uint64_t end) {
       FactoredUpdateArguments a;
       a.run = run;
@@ -58,7 +61,7 @@ struct Parameter {
       a.factors = factors.data();
       a.row_means = row_means.data();
       a.decay = -(static_cast<float>(lr) * weight_decay);
-      a.step = adafactor_step(lr, t, shape.count(), squares, updates);
+      a.step = factor;
       a.step_number = t;
       a.master = master.data() + begin;
       factored_update(a, runner);
@@ -170,12 +173,13 @@ TEST(HostAdafactor, SumsOfSlicesAddUpToThoseOfTheWhole) {
     const std::vector<float> gradient = drawn(count_of(dimensions), 0.0f, random);
     const FactoredShape shape = factored_shape({dimensions.data(), dimensions.size()}, gradient.size());
     std::vector<float> whole(shape.factor_count()), part(whole.size()), added(whole.size());
-    factor_sums({gradient.data(), DataType::kFloat32, 0.5f, shape, 0, gradient.size(), 0}, whole.data(),
+    factor_sums({{gradient.data(), DataType::kFloat32, 0.5f, shape, 0, gradient.size(), 0}, whole.data()},
                 runner);
     for (std::size_t begin = 0; begin < gradient.size(); begin += 333) {
       const std::size_t count = std::min<std::size_t>(333, gradient.size() - begin);
-      factor_sums({gradient.data() + begin, DataType::kFloat32, 0.5f, shape, begin, count, begin},
-                  part.data(), runner);
+      factor_sums(
+          {{gradient.data() + begin, DataType::kFloat32, 0.5f, shape, begin, count, begin}, part.data()},
+          runner);
       for (std::size_t k = 0; k < added.size(); ++k) added[k] += part[k];
     }
     for (std::size_t k = 0; k < added.size(); ++k) EXPECT_NEAR(added[k], whole[k], 1e-5f * whole[k]);
@@ -199,17 +203,18 @@ TEST(HostAdafactor, EveryInstructionSetGivesTheSameBits) {
       FactoredUpdateArguments a;
       a.run = {gradient.data(), DataType::kBfloat16, 0.3f, parameter.shape, first, gradient.size(), 67};
       std::vector<float> sums(parameter.factors.size()), average = start, masters = start;
-      factor_sums(a.run, sums.data(), runner);
-      update_factors(parameter.shape, 0.5f, parameter.factors.data(), sums.data(),
-                     parameter.row_means.data());
+      factor_sums({a.run, sums.data()}, runner);
+      renew_factors(
+          {parameter.shape, 0.5f, parameter.factors.data(), sums.data(), parameter.row_means.data()}, runner);
       a.factors = sums.data();
       a.row_means = parameter.row_means.data();
       a.decay = -1e-3f, a.step = -1e-2f, a.step_number = 5;
       std::vector<double> scratch(leaf_room(count));
-      const double squares =
-          update_squares(a.run, a.factors, a.row_means, scratch.data(), runner) +
-          parameter_squares(start.data(), DataType::kFloat32, start.size(), 67, 0.5, scratch.data(), runner);
-      sums.push_back(static_cast<float>(squares));
+      double squares[2] = {};
+      update_squares({a.run, a.factors, a.row_means, scratch.data(), squares}, runner);
+      parameter_squares({start.data(), DataType::kFloat32, start.size(), 67, scratch.data(), squares + 1},
+                        runner, 0.5);
+      sums.push_back(static_cast<float>(squares[0] + squares[1]));
       a.factors = sums.data();
       a.master = masters.data();
       a.average = average.data(), a.average_weight = 0.25f;
@@ -240,8 +245,10 @@ TEST(HostAdafactor, AddsTheLeavesFromTheFirstOn) {
   for (std::size_t i = 0; i < kCount; i += kLeafCount) masters[i] = i == 0 ? 0x1p27f : 1.0f;
   std::vector<double> scratch(leaf_room(kCount));
 
-  EXPECT_EQ(parameter_squares(masters.data(), DataType::kFloat32, kCount, 0, 0.0, scratch.data(), runner),
-            0x1p54);
+  double sum = 0.0;
+  parameter_squares({masters.data(), DataType::kFloat32, kCount, 0, scratch.data(), &sum}, runner);
+
+  EXPECT_EQ(sum, 0x1p54);
 }
 
 TEST(HostAdafactor, NoGradientLeavesAllButTheDecay) {

@@ -17,6 +17,7 @@
 #include "kernels/host_kernels.h"
 #include "kernels/host_moments.h"
 #include "tests/kernels/kernel_test_support.h"
+#include "tests/kernels/plain_adafactor.h"
 #include "tests/kernels/plain_muon.h"
 
 namespace forebay::kernel_test {
@@ -860,6 +861,246 @@ TEST_P(KernelsConformance, AStepThatIsSkippedOrthogonalisesNothing) {
   EXPECT_EQ(kernels_->orthogonalise({{device, device + 4, 4, 6}, there}, stream_).code(),
             StatusCode::kInvalidArgument);
   EXPECT_TRUE(kernels_->orthogonalise({{nullptr, nullptr, 0, 6}, there}, stream_).ok());
+}
+
+// Runs of a parameter: all of it, and slices that cut rows, bands and matrices.
+struct FactoredCase {
+  std::vector<std::uint64_t> dimensions;
+  std::uint64_t first, count, place;
+};
+const std::vector<FactoredCase> kFactoredCases = {
+    {{37, 53}, 0, 1961, 0},       {{37, 53}, 60, 1500, 67},   {{1300}, 0, 1300, 512},
+    {{1300}, 500, 300, 1012},     {{3, 700, 7}, 0, 14700, 0}, {{3, 700, 7}, 4001, 5555, 13},
+    {{3, 700, 7}, 6000, 40, 600}, {{1, 129}, 0, 129, 5},      {{2100, 1}, 0, 2100, 3},
+    {{2100, 1}, 700, 1024, 703},  {{5, 1, 19}, 3, 80, 509},   {{257, 33}, 33, 8448, 33},
+    {{40, 2, 3}, 1, 200, 15},     {{12, 12}, 50, 0, 50}};
+
+std::uint64_t count_of(const std::vector<std::uint64_t>& dimensions) {
+  std::uint64_t count = 1;
+  for (const std::uint64_t extent : dimensions) count *= extent;
+  return count;
+}
+
+// 1, 2^-12, and then 2^-27: the squares of the first two are halfway between two fp32 values, and each of the
+// others vanishes beside them, while two of them together do not. So the sum tells the order of a chain.
+float telling_value(std::uint64_t number) {
+  return number == 0 ? 1.0f : number == 1 ? 0x1p-12f : 0x1p-27f;
+}
+
+// All types and alignments; hard values, and chains that tell their order and their bands.
+TEST_P(KernelsConformance, FactorSumsHaveTheBitsOfPlainLoops) {
+  bool depends_on_order = false, depends_on_bands = false;
+  for (const FactoredCase& wanted : kFactoredCases) {
+    for (const DataType type : kTypes) {
+      const std::size_t offset = random_() % 2 * 3;
+      const bool is_hard = type != DataType::kBfloat16 && random_() % 3 == 0;
+      const float factor = is_hard ? 0.37f : 0.5f;
+      PlainRun plain{
+          factored_shape({wanted.dimensions.data(), wanted.dimensions.size()}, count_of(wanted.dimensions)),
+          wanted.first,
+          wanted.place,
+          {}};
+      Array gradient = hard(type, wanted.count, offset);
+      for (std::size_t i = 0; i < wanted.count && !is_hard; ++i) {
+        const std::uint64_t row = (wanted.first + i) / plain.shape.columns;
+        const std::uint64_t column = (wanted.first + i) % plain.shape.columns;
+        float value = std::normal_distribution<float>()(random_);
+        if (column % 2 == 1) value = telling_value(row % plain.shape.rows);
+        if ((row % 3 == 2 || plain.shape.rows == 1) && plain.shape.columns > 32)
+          value = column % 16 == 0 ? telling_value(column / 16) : 0.0f;
+        gradient.set(i, type == DataType::kFloat32    ? float_bits(value / factor)
+                        : type == DataType::kBfloat16 ? float_to_bfloat16(value / factor)
+                                                      : float_to_float16(value / factor));
+      }
+      for (std::size_t i = 0; i < wanted.count; ++i) plain.g.push_back(gradient.value(i) * factor);
+      const std::vector<float> expected = plain_factor_sums(plain);
+      depends_on_order = depends_on_order || (!is_hard && plain_factor_sums(plain, true) != expected);
+      depends_on_bands = depends_on_bands || (!is_hard && plain_factor_sums(plain, false, 4096) != expected);
+      float* const sums = upload(std::vector<float>(expected.size() + 1, -1.0f));
+      StepState state;
+      state.outcome = StepOutcome::kApplied, state.factor = factor;
+      const bool controlled = random_() % 2 == 0;
+
+      finish(kernels_->factor_sums({{{upload(gradient), type, controlled ? 99.0f : factor, plain.shape,
+                                      wanted.first, wanted.count, wanted.place},
+                                     sums},
+                                    controlled ? upload(std::vector<StepState>{state}) : nullptr},
+                                   stream_));
+
+      std::vector<float> got(expected.size() + 1);
+      copy(got.data(), sums, got.size() * sizeof(float));
+      EXPECT_EQ(std::memcmp(got.data(), expected.data(), expected.size() * sizeof(float)), 0)
+          << wanted.dimensions[0] << " rows, " << wanted.count << " elements from " << wanted.first;
+      EXPECT_EQ(got.back(), -1.0f) << "written behind the sums";
+      forget_blocks();
+    }
+  }
+  EXPECT_TRUE(depends_on_order) << "no sum tells the order of its chain";
+  EXPECT_TRUE(depends_on_bands) << "no column tells its bands";
+}
+
+// From the sums of all ranks to the masters, in fp32 and in bf16, with a decision and without.
+TEST_P(KernelsConformance, AdafactorsUpdatesHaveTheBitsOfPlainLoops) {
+  const DataType f32 = DataType::kFloat32;
+  for (const FactoredCase& wanted : kFactoredCases) {
+    for (const StepOutcome outcome : {StepOutcome::kNone, StepOutcome::kApplied, StepOutcome::kSkipped}) {
+      const DataType type = kTypes[random_() % 3];
+      const std::size_t offset = random_() % 2 * 3, count = wanted.count;
+      const bool is_half = random_() % 2 == 0, has_parameter = !is_half && random_() % 2 == 0;
+      const bool has_average = random_() % 2 == 0;
+      const FactoredShape shape =
+          factored_shape({wanted.dimensions.data(), wanted.dimensions.size()}, count_of(wanted.dimensions));
+      StepState state;
+      state.outcome = outcome, state.applied_steps = 12, state.factor = 0.021f;
+      const bool controlled = outcome != StepOutcome::kNone, applied = outcome != StepOutcome::kSkipped;
+      const float factor = controlled ? state.factor : 0.3f;
+      const std::uint64_t t = controlled ? state.applied_steps : 7;
+      Array gradient = hard(type, count, offset);
+      Array master = hard(is_half ? DataType::kBfloat16 : f32, count, offset);
+      for (std::size_t i = 0; i < count; ++i) {
+        const float g = std::normal_distribution<float>()(random_),
+                    p = std::normal_distribution<float>()(random_);
+        gradient.set(i, type == f32                   ? float_bits(g)
+                        : type == DataType::kBfloat16 ? float_to_bfloat16(g)
+                                                      : float_to_float16(g));
+        master.set(i, is_half ? float_to_bfloat16(p) : float_bits(p));
+      }
+      Array average = hard(f32, count, offset), parameter = hard(type, count, offset);
+      std::vector<float> before(shape.factor_count()), sums(before.size());
+      for (float& value : before)
+        value = random_() % 8 == 0 ? 0.0f : std::uniform_real_distribution<float>()(random_);
+      for (float& value : sums)
+        value = random_() % 8 == 0 ? 0.0f : 30 * std::uniform_real_distribution<float>()(random_);
+      const std::uint64_t ranks = 1 + random_() % 300;
+      std::vector<double> squares(ranks * 5);
+      for (double& value : squares) value = std::uniform_real_distribution<double>()(random_);
+
+      PlainRun plain{shape, wanted.first, wanted.place, {}};
+      std::vector<float> masters;
+      for (std::size_t i = 0; i < count; ++i) {
+        plain.g.push_back(gradient.value(i) * factor);
+        masters.push_back(master.value(i));
+      }
+      const PlainFactors factors = plain_renewal(shape, 0.4f, before, sums);
+      const std::vector<float> updates = plain_updates(plain, factors);
+      double all[2] = {};
+      for (std::uint64_t rank = 0; rank < ranks; ++rank) {
+        all[0] += squares[rank * 5];
+        all[1] += squares[rank * 5 + 1];
+      }
+      const float step = plain_step(0.05, t, shape.count(), all[0], all[1]);
+
+      const StepState* const state_there = controlled ? upload(std::vector<StepState>{state}) : nullptr;
+      float* const sums_there = upload(sums);
+      float* const kept_there = upload(before);
+      float* const means_there = upload(std::vector<float>(shape.batches, -1.0f));
+      float* const step_there = upload(std::vector<float>{-1.0f});
+      double* const results = upload(std::vector<double>{-1.0, -1.0});
+      double* const scratch = upload(std::vector<double>(leaf_room(count), NAN));
+      std::byte *const gradient_there = upload(gradient), *const master_there = upload(master);
+      std::byte *const average_there = upload(average), *const parameter_there = upload(parameter);
+      const FactoredRun run = {gradient_there, type, 0.3f, shape, wanted.first, count, wanted.place};
+      FactoredUpdateArguments a;
+      a.run = run, a.factors = sums_there, a.row_means = means_there;
+      a.computed_step = step_there, a.step = 99.0f, a.step_number = 7, a.decay = -1e-3f;
+      if (is_half) {
+        a.half = {reinterpret_cast<std::uint16_t*>(master_there), 0xFFFFFF00u, 0xFEDCBA9876543210u};
+      } else {
+        a.master = reinterpret_cast<float*>(master_there);
+      }
+      if (has_average) a.average = reinterpret_cast<float*>(average_there), a.average_weight = 0.125f;
+      if (has_parameter) a.parameter = parameter_there, a.parameter_type = type;
+
+      ASSERT_TRUE(
+          kernels_->renew_factors({{shape, 0.4f, kept_there, sums_there, means_there}, state_there}, stream_)
+              .ok());
+      ASSERT_TRUE(
+          kernels_->update_squares({{run, sums_there, means_there, scratch, results}, state_there}, stream_)
+              .ok());
+      ASSERT_TRUE(kernels_
+                      ->parameter_squares({{master_there, is_half ? DataType::kBfloat16 : f32, count,
+                                            wanted.place, scratch, results + 1},
+                                           state_there},
+                                          stream_)
+                      .ok());
+      ASSERT_TRUE(
+          kernels_
+              ->adafactor_step({{upload(squares), 5, ranks, 0.05, shape.count(), 7, step_there}, state_there},
+                               stream_)
+              .ok());
+      ASSERT_TRUE(kernels_->factored_update({a, state_there}, stream_).ok());
+      finish(kernels_->keep_factors({{sums_there, kept_there, before.size()}, state_there}, stream_));
+
+      SCOPED_TRACE(std::to_string(wanted.dimensions[0]) + " rows, " + std::to_string(count) +
+                   " elements from " + std::to_string(wanted.first) + ", outcome " +
+                   std::to_string(static_cast<int>(outcome)));
+      std::vector<float> got_kept(before.size()), got_means(factors.row_means.size());
+      copy(got_kept.data(), kept_there, got_kept.size() * sizeof(float));
+      copy(got_means.data(), means_there, got_means.size() * sizeof(float));
+      if (shape.count() > 0) {
+        EXPECT_EQ(got_kept, applied ? factors.factors : before);
+        if (applied) {
+          EXPECT_EQ(got_means, factors.row_means);
+        }
+        EXPECT_EQ(float_bits(download(step_there)), float_bits(applied ? step : -1.0f));
+      }
+      EXPECT_EQ(download(results), applied ? plain_squares(updates, wanted.place) : -1.0);
+      EXPECT_EQ(download(results + 1), applied ? plain_squares(masters, wanted.place) : -1.0);
+      for (std::size_t i = 0; applied && i < count; ++i) {
+        float p = std::fma(step, updates[i], std::fma(-1e-3f, masters[i], masters[i]));
+        if (is_half) {
+          const std::uint16_t rounded = definitions::master_to_bfloat16(
+              p, true, definitions::master_seed(a.half.key, t), a.half.first + i);
+          master.set(i, rounded);
+          p = bfloat16_to_float(rounded);
+        } else {
+          master.set(i, float_bits(canonical(p)));
+        }
+        if (has_average)
+          average.set(i, float_bits(definitions::average_element(average.value(i), p, 0.125f)));
+        if (!has_parameter) continue;
+        parameter.set(i, type == f32                   ? float_bits(canonical(p))
+                         : type == DataType::kBfloat16 ? float_to_bfloat16(p)
+                                                       : float_to_float16(p));
+      }
+      Array got_master = master, got_average = average, got_parameter = parameter;
+      download(got_master, master_there), download(got_average, average_there);
+      download(got_parameter, parameter_there);
+      EXPECT_TRUE(same_bits("master", got_master, master));
+      EXPECT_TRUE(same_bits("average", got_average, average));
+      EXPECT_TRUE(same_bits("parameter", got_parameter, parameter));
+      forget_blocks();
+    }
+  }
+}
+
+TEST_P(KernelsConformance, AdafactorsPartsRefuseMisuse) {
+  FactoredRun run;
+  run.shape = {1, 4, 6, true};
+  run.count = 24;
+  float value = 0.0f;
+  double sum = 0.0;
+  const auto refused = [](const char* word, const Status& status) {
+    EXPECT_EQ(status.code(), StatusCode::kInvalidArgument) << word;
+    EXPECT_NE(status.message().find(word), std::string::npos) << status.message();
+  };
+
+  refused("gradient", kernels_->factor_sums({{run, &value}, nullptr}, stream_));
+  run.gradient = &value;
+  refused("sums", kernels_->factor_sums({{run, nullptr}, nullptr}, stream_));
+  refused("row_means",
+          kernels_->renew_factors({{run.shape, 1.0f, &value, &value, nullptr}, nullptr}, stream_));
+  refused("factors", kernels_->update_squares({{run, nullptr, &value, &sum, &sum}, nullptr}, stream_));
+  refused("result",
+          kernels_->parameter_squares({{&value, DataType::kFloat32, 1, 0, &sum, nullptr}, nullptr}, stream_));
+  refused("squares", kernels_->adafactor_step({{nullptr, 2, 1, 0.1, 24, 1, &value}, nullptr}, stream_));
+  refused("target", kernels_->keep_factors({{&value, nullptr, 1}, nullptr}, stream_));
+  FactoredUpdateArguments update;
+  update.run = run;
+  update.factors = update.row_means = &value;
+  refused("master", kernels_->factored_update({update, nullptr}, stream_));
+  run.first = 1;
+  refused("keep it inside", kernels_->factor_sums({{run, &value}, nullptr}, stream_));
 }
 
 TEST_P(KernelsConformance, NothingIsDoneForNoElementsAndMisuseIsRefused) {

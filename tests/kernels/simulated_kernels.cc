@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <string>
 
+#include "kernels/cuda/adafactor.h"
 #include "kernels/cuda/blocks.h"
 #include "kernels/cuda/elements.h"
 #include "kernels/cuda/muon.h"

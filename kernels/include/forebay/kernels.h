@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <memory>
 
+#include "forebay/adafactor.h"
 #include "forebay/backend.h"
 #include "forebay/data_type.h"
 #include "forebay/moments.h"
@@ -23,6 +24,11 @@ namespace forebay {
 
 // Elements in one leaf of the gradient norm, and the granule of a shard.
 inline constexpr std::size_t kLeafCount = 512;
+
+// Leaves that `count` neighbouring elements touch, at most.
+constexpr std::uint64_t leaf_room(std::uint64_t count) {
+  return count / kLeafCount + 2;
+}
 
 struct CastArguments {
   const void* source;
@@ -216,9 +222,10 @@ struct ControlledKeptUpdateArguments {
   const std::uint32_t* used;
 };
 
-// A part of a Muon step (muon.h) with the decision of step_control(): the gradient's factor and the number of
-// the step are the state's. Unless the step is applied, nothing is moved, and a matrix that was to be
-// orthogonalised has any values. Without a state they are those that are given.
+// A part of an Adafactor or Muon step (adafactor.h, muon.h) with the decision of step_control(): the
+// gradient's factor and the number of the step are the state's. Unless the step is applied, nothing is moved,
+// and results that are not kept between steps have any values. Without a state factor and number are those
+// that are given.
 template <typename Arguments>
 struct Controlled {
   Arguments part;
@@ -255,6 +262,13 @@ class Kernels {
   virtual Status muon_momentum(const Controlled<MuonMomentumArguments>& arguments, Stream stream) = 0;
   virtual Status orthogonalise(const Controlled<OrthogonaliseArguments>& arguments, Stream stream) = 0;
   virtual Status muon_update(const Controlled<MuonUpdateArguments>& arguments, Stream stream) = 0;
+  virtual Status factor_sums(const Controlled<FactorSumsArguments>& arguments, Stream stream) = 0;
+  virtual Status renew_factors(const Controlled<FactorRenewalArguments>& arguments, Stream stream) = 0;
+  virtual Status update_squares(const Controlled<UpdateSquaresArguments>& arguments, Stream stream) = 0;
+  virtual Status parameter_squares(const Controlled<ParameterSquaresArguments>& arguments, Stream stream) = 0;
+  virtual Status adafactor_step(const Controlled<AdafactorStepArguments>& arguments, Stream stream) = 0;
+  virtual Status factored_update(const Controlled<FactoredUpdateArguments>& arguments, Stream stream) = 0;
+  virtual Status keep_factors(const Controlled<KeepFactorsArguments>& arguments, Stream stream) = 0;
 
   // The implementation, for reports: "host AVX3_ZEN4, 2 threads", "cuda:0 NVIDIA H200, 132 multiprocessors".
   virtual const char* description() const noexcept = 0;

@@ -1,4 +1,4 @@
-// The move of masters by an update that is not one of single elements: host_adafactor.h, muon.h.
+// The move of masters by an update that is not one of single elements: adafactor.h, muon.h.
 #pragma once
 
 #include <cstdint>

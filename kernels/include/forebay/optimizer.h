@@ -35,8 +35,7 @@ enum class Optimizer : std::uint8_t {
   // Source: Chen et al., arXiv 2302.06675.
   kLion,
   // A second moment in factors, by row and by column, and steps in proportion to the parameter. No m and no
-  // v:
-  // host_adafactor.h has its arithmetic, which is not one of single elements.
+  // v: adafactor.h has its arithmetic, which is not one of single elements.
   // Source: Shazeer and Stern, arXiv 1804.04235, in the form that PyTorch has.
   kAdafactor,
   // Matrices move by their orthogonalised momentum, and other parameters by AdamW. No v for matrices:
@@ -49,8 +48,7 @@ enum class Optimizer : std::uint8_t {
 inline constexpr int kOptimizerCount = 4;
 inline constexpr int kAllOptimizerCount = 6;
 
-// Whether the optimizer updates each element by itself. Muon's other arithmetic is in Kernels too;
-// Adafactor's runs on the host.
+// Whether the optimizer updates each element by itself.
 constexpr bool is_elementwise(Optimizer optimizer) noexcept {
   return static_cast<int>(optimizer) < kOptimizerCount;
 }

@@ -1,9 +1,8 @@
-#include "runtime/engine/step/factored_moments.h"
-
 #include <algorithm>
 #include <cstring>
 
 #include "runtime/engine/step/decision.h"
+#include "runtime/engine/step/factored_moments.h"
 #include "runtime/engine/step/updater.h"
 
 namespace forebay {
@@ -134,7 +133,7 @@ void FactoredMoments::sum(int index) {
   if (!is_applied()) return;
   const Unit& u = unit(index);
   for (const StepContext::Factored& p : u.factored)
-    factor_sums(own_run(index, p), sums_of(u) + p.factors_at, updater_.host_runner());
+    factor_sums({own_run(index, p), sums_of(u) + p.factors_at}, updater_.host_runner());
 }
 
 // Runs in the order of the unit's stream. The old factors stay until the step is applied.
@@ -146,11 +145,13 @@ void FactoredMoments::renew(int index) {
   for (StepContext::Factored& p : u.factored) {
     float* const factors = sums_of(u) + p.factors_at;
     if (!u.fixed[p.parameter]) {
-      update_factors(p.shape, weight, u.factors + p.factors_at, factors, p.row_means.data());
+      renew_factors({p.shape, weight, u.factors + p.factors_at, factors, p.row_means.data()},
+                    updater_.host_runner());
     }
     squares[0] = p.squares;
-    squares[1] = update_squares(own_run(index, p), factors, p.row_means.data(),
-                                scratch_[u.offloaded ? 1 : 0].data(), updater_.host_runner());
+    update_squares(
+        {own_run(index, p), factors, p.row_means.data(), scratch_[u.offloaded ? 1 : 0].data(), squares + 1},
+        updater_.host_runner());
     squares += 2;
   }
 }
@@ -209,8 +210,10 @@ void FactoredMoments::add_squares(int index, std::size_t parameter, std::uint64_
 
 double FactoredMoments::add(int index, const void* masters, DataType type, std::uint64_t count,
                             std::uint64_t place, double sum) {
-  return parameter_squares(masters, type, count, place, sum, scratch_[unit(index).offloaded ? 1 : 0].data(),
-                           updater_.host_runner());
+  double result = 0.0;
+  parameter_squares({masters, type, count, place, scratch_[unit(index).offloaded ? 1 : 0].data(), &result},
+                    updater_.host_runner(), sum);
+  return result;
 }
 
 void FactoredMoments::end_update(int index) {

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "forebay/host_adafactor.h"
 #include "forebay/host_muon.h"
 #include "forebay/kernels.h"
 #include "kernels/cuda/image.h"
@@ -16,6 +17,7 @@
 #include "kernels/host_kernels.h"
 #include "kernels/host_moments.h"
 #include "tests/fakes/cuda/ptx/image.h"
+#include "tests/kernels/plain_adafactor.h"
 #include "tests/kernels/ptx/kernel_case.h"
 
 namespace forebay::ptx_test {
@@ -126,6 +128,7 @@ class Cases {
         matrix_product(ProductKind::kStep, rows, rows, columns, values);
       }
     }
+    adafactor();
     return std::move(cases_);
   }
 
@@ -737,6 +740,280 @@ class Cases {
           m.c[i * columns + j] = sum;
         }
       }
+    };
+  }
+
+  // A run of a parameter's elements.
+  struct RunCase {
+    FactoredShape shape;
+    std::uint64_t first, count, place;
+    float factor = 0.37f;
+  };
+
+  void adafactor() {
+    // Whole parameters, and slices that cut rows, bands and matrices.
+    const RunCase runs[] = {{{1, 37, 53, true}, 0, 1961, 0},      {{1, 37, 53, true}, 60, 1500, 67},
+                            {{1, 1, 1300, false}, 0, 1300, 512},  {{1, 1, 1300, false}, 500, 300, 1012},
+                            {{2, 600, 7, true}, 0, 8400, 0},      {{2, 600, 7, true}, 1001, 6555, 13},
+                            {{1, 2100, 1, true}, 700, 1024, 703}, {{5, 1, 19, true}, 3, 80, 509},
+                            {{20, 2, 3, true}, 1, 100, 15},       {{1, 3, 200, true}, 0, 600, 1},
+                            {{1, 2100, 1, true}, 0, 2100, 3}};
+    int number = 0;
+    for (const RunCase& run : runs) {
+      for (const DataType type : kTypes) {
+        const bool is_mild = number++ / 3 % 2 == 0;
+        factor_sums(run, type, is_mild);
+        update_leaves(run, type, is_mild);
+        parameter_leaves(run, type, is_mild);
+      }
+      for (int n = 0; n < 4; ++n) factored_update(run, number++);
+      factor_renewal(run.shape, number++);
+      keep_factors(run.shape.factor_count(), number);
+    }
+    for (const std::size_t count : {0, 1, 2, 30, 1024, 1025, 2500}) chain(count);
+    for (const std::uint64_t ranks : {1, 3, 127, 300}) {
+      for (int n = 0; n < 4; ++n) adafactor_step(ranks, n);
+    }
+  }
+
+  Array values_of(DataType type, std::size_t count, std::size_t offset, bool is_mild) {
+    if (!is_mild) return hard(type, count, offset);
+    return array_of(element_of(type), count, offset, [&] { return mild_value(element_of(type), random_); });
+  }
+  // Row and column factors, means and sums of squares: no sign.
+  Array squares_array(Element element, std::size_t count) {
+    const std::uint64_t sign = element == Element::kFloat64 ? 1ull << 63 : 1ull << 31;
+    return array_of(element, count, 0, [&] { return mild_value(element, random_) & ~sign; });
+  }
+  static FactoredRun run_of(const RunCase& c, const Pointers& p, DataType type) {
+    return {p.at(0), type, c.factor, c.shape, c.first, c.count, c.place};
+  }
+  static std::string describe(const RunCase& c) {
+    return std::to_string(c.shape.batches) + " x " + std::to_string(c.shape.rows) + " x " +
+           std::to_string(c.shape.columns) + ", " + std::to_string(c.count) + " elements from " +
+           std::to_string(c.first);
+  }
+  static float element_at(const void* values, DataType type, std::size_t i) {
+    if (type == DataType::kFloat32) return static_cast<const float*>(values)[i];
+    const std::uint16_t half = static_cast<const std::uint16_t*>(values)[i];
+    return type == DataType::kBfloat16 ? bfloat16_to_float(half) : float16_to_float(half);
+  }
+  static kernel_test::PlainRun plain_run(const RunCase& c, const void* gradient, DataType type) {
+    kernel_test::PlainRun run{c.shape, c.first, c.place, {}};
+    for (std::size_t i = 0; i < c.count; ++i) run.g.push_back(element_at(gradient, type, i) * c.factor);
+    return run;
+  }
+  // The sums of the leaves of values that begin at element `place` of the unit.
+  static void plain_leaves(const std::vector<float>& values, std::uint64_t place, double* leaves) {
+    for (std::size_t i = 0; i < values.size();) {
+      const std::size_t end = std::min(values.size(), ((place + i) / kLeafCount + 1) * kLeafCount - place);
+      *leaves++ = kernel_test::plain_squares({values.begin() + static_cast<std::ptrdiff_t>(i),
+                                              values.begin() + static_cast<std::ptrdiff_t>(end)},
+                                             place + i);
+      i = end;
+    }
+  }
+
+  void factor_sums(RunCase run, DataType type, bool is_mild) {
+    if (is_mild) run.factor = 0.5f;
+    for (const bool by_row : {true, false}) {
+      if (by_row && !run.shape.has_rows) continue;
+      const unsigned bands = run.shape.rows > 1024 ? 8 : run.shape.rows > 256 ? 4 : 1;
+      KernelCase& c = add_case(by_row ? "forebay_factor_rows" : "forebay_factor_columns", describe(run), 2);
+      Array gradient = values_of(type, run.count, 1, is_mild);
+      // Chains that tell their order: the squares of the first two values are near the middle of two fp32
+      // values, and each of the others vanishes beside them.
+      for (std::size_t i = 0; i < run.count && is_mild && type == DataType::kFloat32; ++i) {
+        const std::uint64_t element = run.first + i, row = element / run.shape.columns % run.shape.rows;
+        const std::uint64_t number = by_row ? element % run.shape.columns / 16 : row;
+        const std::uint64_t column = element % run.shape.columns;
+        if (!by_row && column % 2 != 0) continue;
+        const float value = by_row && column % 16 != 0 ? 0.0f
+                            : number == 0              ? 2.0f
+                            : number == 1              ? 0x1p-11f
+                                                       : 0x1p-26f;
+        gradient.values[i] = std::bit_cast<std::uint32_t>(value);
+      }
+      c.arrays = {read_only(std::move(gradient)), hard(DataType::kFloat32, run.shape.factor_count(), 0)};
+      c.argument = [=](const Pointers& p) {
+        return bytes_of_struct(
+            cuda_kernels::FactorSumsLaunch{{{run_of(run, p, type), p.at(1)}, nullptr}, bands});
+      };
+      c.define = [=](const Pointers& p) {
+        const std::vector<float> sums = kernel_test::plain_factor_sums(plain_run(run, p.at(0), type));
+        const std::size_t rows = run.shape.row_count();
+        std::copy(sums.begin() + static_cast<std::ptrdiff_t>(by_row ? 0 : rows),
+                  by_row ? sums.begin() + static_cast<std::ptrdiff_t>(rows) : sums.end(),
+                  p.at(1) + (by_row ? 0 : rows));
+      };
+    }
+  }
+
+  void update_leaves(const RunCase& run, DataType type, bool is_mild) {
+    KernelCase& c = add_case("forebay_leaves_of_updates", describe(run), 2);
+    Array leaves = squares_array(Element::kFloat64, cuda_kernels::leaves_of(run.place, run.count));
+    leaves.any_nan = true;
+    c.arrays = {read_only(values_of(type, run.count, 1, is_mild)),
+                read_only(squares_array(Element::kFloat32, run.shape.factor_count())),
+                read_only(squares_array(Element::kFloat32, run.shape.batches)), leaves};
+    c.argument = [=](const Pointers& p) {
+      return bytes_of_struct(cuda_kernels::FactoredLeavesLaunch{run_of(run, p, type), p.at(1), p.at(2),
+                                                                p.at<double>(3), nullptr});
+    };
+    c.define = [=](const Pointers& p) {
+      kernel_test::PlainFactors factors;
+      factors.factors.assign(p.at(1), p.at(1) + run.shape.factor_count());
+      factors.row_means.assign(p.at(2), p.at(2) + run.shape.batches);
+      plain_leaves(kernel_test::plain_updates(plain_run(run, p.at(0), type), factors), run.place,
+                   p.at<double>(3));
+    };
+  }
+
+  void parameter_leaves(const RunCase& run, DataType type, bool is_mild) {
+    KernelCase& c = add_case("forebay_leaves_of_parameters", describe(run), 2);
+    Array leaves = squares_array(Element::kFloat64, cuda_kernels::leaves_of(run.place, run.count));
+    leaves.any_nan = true;
+    c.arrays = {read_only(values_of(type, run.count, 1, is_mild)), leaves};
+    c.argument = [=](const Pointers& p) {
+      FactoredRun masters;
+      masters.gradient = p.at(0), masters.type = type, masters.count = run.count, masters.place = run.place;
+      return bytes_of_struct(
+          cuda_kernels::FactoredLeavesLaunch{masters, nullptr, nullptr, p.at<double>(1), nullptr});
+    };
+    c.define = [=](const Pointers& p) {
+      std::vector<float> masters;
+      for (std::size_t i = 0; i < run.count; ++i) masters.push_back(element_at(p.at(0), type, i));
+      plain_leaves(masters, run.place, p.at<double>(1));
+    };
+  }
+
+  // New factors, and the means of the rows from others.
+  void factor_renewal(const FactoredShape& shape, int n) {
+    const bool applied = n % 3 != 2;
+    for (const bool is_mean : {false, true}) {
+      if (is_mean && !shape.has_rows) continue;
+      KernelCase& c = add_case(is_mean ? "forebay_factor_means" : "forebay_factor_renewal",
+                               std::to_string(shape.factor_count()) + " factors", 2);
+      Array means = squares_array(Element::kFloat32, shape.batches);
+      means.any_nan = true;
+      c.arrays = {read_only(squares_array(Element::kFloat32, shape.factor_count())),
+                  squares_array(Element::kFloat32, shape.factor_count()), means, state_array({}, applied)};
+      if (!is_mean) c.arrays[1] = hard(DataType::kFloat32, shape.factor_count(), 0);
+      c.argument = [=](const Pointers& p) {
+        return bytes_of_struct(
+            Controlled<FactorRenewalArguments>{{shape, 0.4f, p.at(0), p.at(1), p.at(2)}, p.at<StepState>(3)});
+      };
+      c.define = [=](const Pointers& p) {
+        if (!applied) return;
+        const std::vector<float> before(p.at(0), p.at(0) + shape.factor_count());
+        const std::vector<float> sums(p.at(1), p.at(1) + shape.factor_count());
+        if (!is_mean) {
+          const std::vector<float> factors = kernel_test::plain_renewal(shape, 0.4f, before, sums).factors;
+          std::copy(factors.begin(), factors.end(), p.at(1));
+          return;
+        }
+        for (std::size_t matrix = 0; matrix < shape.batches; ++matrix) {
+          double lanes[definitions::kNormLanes] = {};
+          for (std::size_t i = 0; i < shape.rows; ++i)
+            lanes[i % definitions::kNormLanes] += static_cast<double>(sums[matrix * shape.rows + i]);
+          p.at(2)[matrix] = definitions::row_mean(lanes, shape.rows);
+        }
+      };
+    }
+  }
+
+  void keep_factors(std::size_t count, int n) {
+    const bool controlled = n % 2 == 0, applied = n % 4 != 0;
+    KernelCase& c = add_case("forebay_keep_factors", std::to_string(count) + " factors", 2);
+    c.arrays = {read_only(hard(DataType::kFloat32, count, 0)), hard(DataType::kFloat32, count, 3),
+                state_array({}, applied)};
+    c.argument = [=](const Pointers& p) {
+      return bytes_of_struct(Controlled<KeepFactorsArguments>{{p.at(0), p.at(1), count},
+                                                              controlled ? p.at<StepState>(2) : nullptr});
+    };
+    c.define = [=](const Pointers& p) {
+      if (!controlled || applied) std::copy_n(p.at(0), count, p.at(1));
+    };
+  }
+
+  void chain(std::size_t count) {
+    KernelCase& c = add_case("forebay_chain", std::to_string(count) + " values", 1);
+    c.arrays = {read_only(squares_array(Element::kFloat64, count)), squares_array(Element::kFloat64, 1)};
+    c.argument = [=](const Pointers& p) {
+      return bytes_of_struct(cuda_kernels::ChainLaunch{p.at<double>(0), count, p.at<double>(1), nullptr});
+    };
+    c.define = [=](const Pointers& p) {
+      double sum = 0.0;
+      for (std::size_t i = 0; i < count; ++i) sum = sum + p.at<double>(0)[i];
+      *p.at<double>(1) = sum;
+    };
+  }
+
+  // Parameters that are small and large, rates above and below the falling one, updates that are clipped.
+  void adafactor_step(std::uint64_t ranks, int n) {
+    const bool controlled = n % 2 == 1, applied = ranks != 127;
+    const std::uint64_t count = n < 2 ? 7 : std::uint64_t{1} << 40, stride = n < 2 ? 2 : 5;
+    const double lr = n % 2 == 0 ? 0.01 : 3.0;
+    KernelCase& c = add_case("forebay_adafactor_step", std::to_string(ranks) + " ranks", 1);
+    StepState state;
+    state.applied_steps = 12;
+    c.arrays = {read_only(squares_array(Element::kFloat64, ranks * stride)), hard(DataType::kFloat32, 1, 0),
+                state_array(state, applied)};
+    c.argument = [=](const Pointers& p) {
+      return bytes_of_struct(
+          Controlled<AdafactorStepArguments>{{p.at<double>(0), stride, ranks, lr, count, 7, p.at(1)},
+                                             controlled ? p.at<StepState>(2) : nullptr});
+    };
+    c.define = [=](const Pointers& p) {
+      if (controlled && !applied) return;
+      double sums[2] = {};
+      for (std::uint64_t rank = 0; rank < ranks; ++rank) {
+        sums[0] = sums[0] + p.at<double>(0)[rank * stride];
+        sums[1] = sums[1] + p.at<double>(0)[rank * stride + 1];
+      }
+      *p.at(1) = kernel_test::plain_step(lr, controlled ? 12 : 7, count, sums[0], sums[1]);
+    };
+  }
+
+  void factored_update(const RunCase& run, int n) {
+    const DataType type = kTypes[n % 3], parameter = kTypes[n / 3 % 3];
+    const bool is_half = n % 4 == 1, has_parameter = !is_half && n % 4 != 2, has_average = n % 5 < 2;
+    const std::size_t offset = n % 4 == 3 ? 3 : 0;
+    const bool controlled = n % 2 == 1, applied = n % 6 != 5;
+    KernelCase& c = add_case("forebay_factored_update", describe(run), 2);
+    StepState state;
+    state.factor = 0.021f, state.applied_steps = 12;
+    c.arrays = {read_only(hard(type, run.count, offset)),
+                read_only(squares_array(Element::kFloat32, run.shape.factor_count())),
+                read_only(squares_array(Element::kFloat32, run.shape.batches)),
+                hard(is_half ? DataType::kBfloat16 : DataType::kFloat32, run.count, offset),
+                hard(DataType::kFloat32, run.count, offset),
+                hard(parameter, has_parameter ? run.count : 0, offset),
+                state_array(state, applied),
+                read_only(squares_array(Element::kFloat32, 1))};
+    const auto arguments = [=](const Pointers& p) {
+      FactoredUpdateArguments a;
+      a.run = run_of(run, p, type);
+      a.factors = p.at(1), a.row_means = p.at(2);
+      a.decay = -1e-3f, a.step = -1e-2f, a.step_number = 3;
+      if (n % 2 == 0) a.computed_step = p.at(7);
+      if (is_half) {
+        a.half = {p.at<std::uint16_t>(3), 0xFFFFFF00u, 0xFEDCBA9876543210u};
+      } else {
+        a.master = p.at(3);
+      }
+      if (has_average) a.average = p.at(4), a.average_weight = 0.125f;
+      if (has_parameter) a.parameter = p.at(5), a.parameter_type = parameter;
+      return a;
+    };
+    c.argument = [=](const Pointers& p) {
+      return bytes_of_struct(cuda_kernels::RunLaunch<FactoredUpdateArguments>{
+          {arguments(p), controlled ? p.at<StepState>(6) : nullptr}, offset == 0});
+    };
+    c.define = [=](const Pointers& p) {
+      FactoredUpdateArguments a = arguments(p);
+      if (!definitions::decided(controlled ? p.at<StepState>(6) : nullptr, a)) return;
+      forebay::factored_update(a, BlockRunner(1));
     };
   }
 
