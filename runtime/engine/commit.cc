@@ -222,17 +222,6 @@ Status Engine::Impl::check_budget() const {
                 budget < backend.capabilities().memory_bytes ? "; or raise the option memory" : "");
 }
 
-// The arithmetic of Adafactor runs on the host.
-Status Engine::Impl::check_units_on_host() const {
-  if (options.optimizer != Optimizer::kAdafactor || plan.device_units == 0 || counts_only() ||
-      backend.capabilities().host_accessible)
-    return {};
-  return Status(StatusCode::kUnsupported,
-                std::string("optimizer ") + optimizer_name(options.optimizer) + " updates on the host, and " +
-                    std::to_string(plan.device_units) + " units stay on " + backend.capabilities().name +
-                    "; use offload optimizer or optimizer+parameters with offload-fraction 1");
-}
-
 // The communicators of all-reduce groups and of the deciding ranks, where they are not the given one.
 void Engine::Impl::connect() {
   if (plan.options.in_groups() && ranks() > 1) {
@@ -311,9 +300,7 @@ void Engine::Impl::commit() {
     chosen_device_units = choose_device_units(plan);
     plan = value_or_throw(make_plan(model, plan_options()));
   }
-  verdict = check_budget();
-  if (verdict.ok()) verdict = check_units_on_host();
-  agree(verdict);
+  agree(check_budget());
   warn_of_small_buckets();
   warn_of_missing_shapes();
   Status allocated;

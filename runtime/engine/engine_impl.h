@@ -80,7 +80,6 @@ struct Engine::Impl : StepContext {
   std::uint64_t device_budget() const;
   std::uint64_t activation_room();
   Status check_budget() const;
-  Status check_units_on_host() const;
 
   // --- options that commit measures (measured_options.cc); collective ---
   struct UpdateTimes {

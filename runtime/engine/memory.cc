@@ -255,7 +255,12 @@ void Engine::Impl::note_matrices(int index) {
 void Engine::Impl::note_factors(int index) {
   if (options.optimizer != Optimizer::kAdafactor) return;
   Unit& u = unit(index);
-  if (index > 0) u.squares_at = unit(index - 1).squares_at + 2 * unit(index - 1).factored.size();
+  if (index > 0) {
+    const Unit& before = unit(index - 1);
+    u.squares_at = before.squares_at + 2 * before.factored.size();
+    u.scalars_at = before.scalars_at + factor_scalar_count(shape(index - 1));
+  }
+  std::uint64_t scalars = u.scalars_at;
   u.factored_index.assign(layout(index).places.size(), 0);
   std::uint64_t at = 0;
   for (std::size_t i = 0; i < layout(index).places.size(); ++i) {
@@ -264,7 +269,10 @@ void Engine::Impl::note_factors(int index) {
     const FactoredShape matrices = factored_shape_of(shape(index).parameters[i]);
     u.factored_index[i] = u.factored.size();
     u.factored.push_back({i, matrices, p.offset, at});
-    if (matrices.has_rows) u.factored.back().row_means.resize(matrices.batches);
+    const std::uint64_t means = matrices.has_rows ? matrices.batches : 0;
+    u.factored.back().scalars_at = scalars;
+    scalars += 1 + means;
+    if (u.offloaded) u.factored.back().row_means.resize(means);
     at += matrices.factor_count();
   }
 }
@@ -325,6 +333,12 @@ void Engine::Impl::place(const StatePlacement& placement) {
       return;
     case Role::kHostSquares:
       host_squares = reinterpret_cast<double*>(address);
+      return;
+    case Role::kFactorScalars:
+      factor_scalars = reinterpret_cast<float*>(address);
+      return;
+    case Role::kFactorLeaves:
+      factor_leaves = reinterpret_cast<double*>(address);
       return;
     case Role::kMatrices:
       matrices[number] = reinterpret_cast<float*>(address);

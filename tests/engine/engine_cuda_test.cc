@@ -9,6 +9,7 @@
 
 #include "tests/engine/toy.h"
 #include "tests/support/fake_gpu.h"
+#include "tests/support/temporary_directory.h"
 
 namespace forebay::testing {
 namespace {
@@ -100,6 +101,7 @@ ToyOptions options_of_matrices(Optimizer optimizer, DataType type, int ranks) {
   options.units[0].parameters[0].shape = {35, 20};
   options.units[1].parameters[0].shape = {1, 64};
   options.units[2].parameters[0].shape = {20, 150};
+  if (optimizer == Optimizer::kAdafactor) options.units[2].parameters[0].shape = {600, 5};  // Three bands.
   options.groups[1].beta1 = 0.8;
   options.steps = 4;
   options.disturbance = [](int rank, int step) {
@@ -108,8 +110,10 @@ ToyOptions options_of_matrices(Optimizer optimizer, DataType type, int ranks) {
   return options;
 }
 
+class WholeParametersOnCuda : public ::testing::TestWithParam<Optimizer> {};
+
 // No unit, some and all are offloaded.
-TEST(EngineOnCuda, MuonGivesTheBitsOfThePlainLoopsAtEveryPlace) {
+TEST_P(WholeParametersOnCuda, GiveTheBitsOfThePlainLoopsAtEveryPlace) {
   struct Case {
     int ranks;
     DataType type;
@@ -118,7 +122,7 @@ TEST(EngineOnCuda, MuonGivesTheBitsOfThePlainLoopsAtEveryPlace) {
   };
   for (const Case& c : {Case{1, DataType::kFloat32, true, 0.0}, Case{3, DataType::kBfloat16, true, 0.75},
                         Case{4, DataType::kBfloat16, false, 0.0}, Case{3, DataType::kFloat16, true, 0.0}}) {
-    ToyOptions options = options_of_matrices(Optimizer::kMuon, c.type, c.ranks);
+    ToyOptions options = options_of_matrices(GetParam(), c.type, c.ranks);
     options.engine.master_weights = c.master_weights;
     options.engine.ema = c.ema;
     options.engine.muon_matches_rms = c.ema > 0.0;
@@ -141,15 +145,18 @@ TEST(EngineOnCuda, MuonGivesTheBitsOfThePlainLoopsAtEveryPlace) {
         EXPECT_EQ(actual.statistics.peak_reserved_bytes, actual.statistics.planned_reserved_bytes) << what;
         EXPECT_GE(actual.statistics.host_bytes, actual.statistics.planned_host_bytes) << what;
         EXPECT_LE(actual.statistics.host_bytes, actual.statistics.planned_host_bytes + 4096) << what;
+        if (GetParam() == Optimizer::kAdafactor || fraction == 0.0) {
+          EXPECT_EQ(actual.statistics.host_bytes, actual.statistics.planned_host_bytes) << what;
+        }
         EXPECT_EQ(actual.statistics.applied_steps, 3u) << what;
       }
     }
   }
 }
 
-TEST(EngineOnCuda, MuonGivesTheSameBitsHoweverStreamsOvertakeEachOther) {
+TEST_P(WholeParametersOnCuda, GiveTheSameBitsHoweverStreamsOvertakeEachOther) {
   for (const int stage : {0, 2, 3}) {
-    ToyOptions options = options_of_matrices(Optimizer::kMuon, DataType::kBfloat16, 3);
+    ToyOptions options = options_of_matrices(GetParam(), DataType::kBfloat16, 3);
     options.engine.stage = stage;
     options.engine.offload = stage == 2 ? Offload::kOptimizer : Offload::kNone;
     options.engine.offload_fraction = stage == 2 ? 0.5 : 1.0;
@@ -165,34 +172,49 @@ TEST(EngineOnCuda, MuonGivesTheSameBitsHoweverStreamsOvertakeEachOther) {
   }
 }
 
-// Its arithmetic runs on the host, which does not reach this device.
-TEST(EngineOnCuda, AdafactorNeedsOffloadedUnits) {
-  ToyOptions options = options_of_matrices(Optimizer::kAdafactor, DataType::kBfloat16, 3);
-  const ToyResult expected = reference_toy(options);
-  for (const double fraction : {0.0, 0.5, 1.0}) {
-    options.engine.offload = fraction > 0 ? Offload::kOptimizer : Offload::kNone;
-    options.engine.offload_fraction = fraction > 0 ? fraction : 1.0;
+// Saved by three ranks that offload nothing, and loaded by four that offload half.
+TEST_P(WholeParametersOnCuda, ResumeWithOtherRanksAndPlaces) {
+  const std::string directory = make_temporary_directory("engine-cuda");
+  ToyOptions options = options_of_matrices(GetParam(), DataType::kBfloat16, 3);
+  options.disturbance = [](int, int) { return 0.0f; };
+  const auto run = [&](int ranks, int stage, double fraction) {
+    ToyOptions here = options;
+    here.ranks = ranks;
+    here.engine.stage = stage;
+    here.engine.offload = fraction == 0.0 ? Offload::kNone : Offload::kOptimizer;
+    here.engine.offload_fraction = fraction == 0.0 ? 1.0 : fraction;
+    here.engine.host_threads = 1;
     FakeGpu gpu;
-    if (fraction == 1.0) {
-      for (const int stage : {0, 1, 3}) {
-        options.engine.stage = stage;
-        expect_same_bits(run_toy(options, world_on(gpu)), expected, "all units offloaded");
-      }
-      continue;
-    }
-    run_ranks(options.ranks, world_on(gpu), [&](Rank& rank) {
-      try {
-        ToyTrainer trainer(options, rank);
-        ADD_FAILURE() << "fraction " << fraction;
-      } catch (const Error& error) {
-        EXPECT_EQ(error.code(), StatusCode::kUnsupported);
-        EXPECT_NE(std::string(error.what()).find("optimizer adafactor updates on the host"),
-                  std::string::npos)
-            << error.what();
-      }
+    ToyResult result;
+    run_ranks(ranks, world_on(gpu), [&](Rank& rank) {
+      ToyTrainer trainer(here, rank);
+      trainer.engine().load_state(directory);
+      for (int step = 2; step < 4; ++step) static_cast<void>(trainer.step(step));
+      ToyResult mine;
+      trainer.collect(mine);
+      if (rank.communicator->rank() == 0) result = mine;
+    });
+    return result;
+  };
+  {
+    FakeGpu gpu;
+    run_ranks(3, world_on(gpu), [&](Rank& rank) {
+      ToyTrainer trainer(options, rank);
+      trainer.initialize();
+      for (int step = 0; step < 2; ++step) static_cast<void>(trainer.step(step));
+      trainer.engine().save_state(directory, "two");
     });
   }
+  const ToyResult whole = reference_toy(options);
+  EXPECT_EQ(run(3, 3, 0.0).masters, whole.masters);
+  EXPECT_EQ(run(3, 1, 0.5).masters, whole.masters);
+  EXPECT_EQ(run(4, 2, 0.5).masters, run(4, 0, 0.0).masters);
+  std::filesystem::remove_all(directory);
 }
+
+INSTANTIATE_TEST_SUITE_P(Toy, WholeParametersOnCuda,
+                         ::testing::Values(Optimizer::kAdafactor, Optimizer::kMuon),
+                         [](const auto& info) { return optimizer_name(info.param); });
 
 // Aliases move while nothing is queued that uses them; the fake driver would notice.
 TEST(EngineOnCuda, RecordedOrderGivesTheSameBits) {

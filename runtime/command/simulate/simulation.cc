@@ -50,6 +50,8 @@ std::string cause_of(const ModelStreamTime& time) {
                                                                 {"send", "pipeline bubble"},
                                                                 {"momentum", "update on the device"},
                                                                 {"orthogonalise", "update on the device"},
+                                                                {"factors", "update on the device"},
+                                                                {"squares", "update on the device"},
                                                                 {"update", "update on the device"}};
   if (time.own) {
     for (const char* const pass : {"forward", "backward", "recomputation"}) {

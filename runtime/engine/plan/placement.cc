@@ -81,6 +81,7 @@ class Placer {
       if (plan_.offloads_parameters()) place_offloaded_parameters(unit);
     }
     if (options_.save_async) add(Role::kSaved, Pool::kHost, saved_bytes(plan_));
+    place_host_squares();
     return std::move(placements_);
   }
 
@@ -124,11 +125,33 @@ class Placer {
     const std::uint64_t norm_bytes = units * sizeof(double);
     add(Role::kNorms, Pool::kBuckets, norm_bytes);
     add(Role::kControl, Pool::kBuckets, round_up(record_bytes(units), kBlockGranule) - norm_bytes);
+    place_squares();
+  }
+
+  std::uint64_t square_bytes() const {
+    const auto records = static_cast<std::uint64_t>(options_.ranks) + 1;
+    return round_up(records * plan_.square_count * sizeof(double), kBlockGranule);
+  }
+
+  void place_squares() {
     if (plan_.square_count == 0) return;
-    const std::uint64_t square_bytes =
-        round_up((ranks + 1) * plan_.square_count * sizeof(double), kBlockGranule);
-    add(Role::kSquares, Pool::kBuckets, square_bytes);
-    add(Role::kHostSquares, Pool::kHost, square_bytes);
+    add(Role::kSquares, Pool::kBuckets, square_bytes());
+    std::uint64_t scalars = 0, leaves = 0;
+    for (int unit = 0; unit < plan_.device_units; ++unit) {
+      const auto number = static_cast<std::size_t>(unit);
+      scalars += factor_scalar_count(model_.units[number]);
+      leaves = std::max(leaves, leaf_room(plan_.layouts[number].trainable_slice(options_.ranks)));
+    }
+    if (scalars == 0) return;
+    add(Role::kFactorScalars, Pool::kBuckets, round_up(scalars * sizeof(float), kBlockGranule));
+    add(Role::kFactorLeaves, Pool::kBuckets, round_up(leaves * sizeof(double), kBlockGranule));
+  }
+
+  // The last in its pool, so that the pool has whole pages.
+  void place_host_squares() {
+    if (plan_.square_count == 0 || !plan_.offloads()) return;
+    const std::uint64_t begin = ends_[static_cast<std::size_t>(Pool::kHost)];
+    add(Role::kHostSquares, Pool::kHost, round_up(begin + square_bytes(), kPageBytes) - begin);
   }
 
   // Gradients of offloaded units leave the device from here: as slices, or as the fp32 sums of buckets where

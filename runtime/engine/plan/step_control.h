@@ -7,7 +7,7 @@
 #include <string_view>
 #include <vector>
 
-#include "forebay/host_adafactor.h"
+#include "forebay/adafactor.h"
 #include "forebay/kernels.h"
 #include "forebay/muon.h"
 #include "forebay/plan.h"
@@ -148,6 +148,18 @@ inline FactoredShape factored_shape_of(const ParameterShape& parameter) {
   const bool has_split = parameter.split && parameter.split->parts == 1;
   const std::vector<std::uint64_t>& shape = has_split ? parameter.split->shape : parameter.shape;
   return factored_shape({shape.data(), shape.size()}, parameter.count);
+}
+
+// Adafactor: the fp32 values that a unit on the device has beside its factors: for each trainable parameter
+// the factor of u, and the row means of its matrices.
+inline std::uint64_t factor_scalar_count(const UnitShape& unit) {
+  std::uint64_t count = 0;
+  for (const ParameterShape& parameter : unit.parameters) {
+    if (parameter.frozen) continue;
+    const FactoredShape shape = factored_shape_of(parameter);
+    count += 1 + (shape.has_rows ? shape.batches : 0);
+  }
+  return count;
 }
 
 // Scratch for the leaves of the norm of `count` elements.

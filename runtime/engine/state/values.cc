@@ -358,6 +358,8 @@ void Engine::Impl::fetch() {
     if (pool == Pool::kParameters || pool == Pool::kOptimizer) continue;
     // Padding of gradients, and norms of units without a slice, are zeros.
     must(backend.fill_async(pool_memory[i].data(), 0, pool_memory[i].size(), engine_stream));
+    // So are the sums of squares of masters on the device.
+    for (Unit& u : units) u.squares_known = u.squares_known && u.offloaded;
   }
   must(backend.stream_synchronize(engine_stream));
 }

@@ -14,9 +14,9 @@
 #include <utility>
 #include <vector>
 
+#include "forebay/adafactor.h"
 #include "forebay/engine.h"
 #include "forebay/error.h"
-#include "forebay/host_adafactor.h"
 #include "forebay/pinned_pool.h"
 #include "forebay/staging_buffers.h"
 #include "forebay/store_pass.h"
@@ -100,11 +100,16 @@ struct StepContext {
   struct Factored {
     std::size_t parameter = 0;  // In the unit.
     FactoredShape shape;
-    std::uint64_t begin = 0;              // Elements from the start of the trainable section.
-    std::uint64_t factors_at = 0;         // Elements from the start of the unit's factors.
-    std::vector<float> row_means = {};    // Means of the new row factors, by matrix.
-    double squares = 0.0;                 // The sum of squares of this rank's masters.
-    std::array<double, 2> all_squares{};  // The sums of all ranks: masters, then updates.
+    std::uint64_t begin = 0;       // Elements from the start of the trainable section.
+    std::uint64_t factors_at = 0;  // Elements from the start of the unit's factors.
+    // On the device: the factor of u and then the means of the new row factors, by matrix. Elements from the
+    // start of factor_scalars.
+    std::uint64_t scalars_at = 0;
+    // Offloaded: the same means, the sum of squares of this rank's masters, and the sums of all ranks:
+    // masters, then updates. A unit on the device has all sums there.
+    std::vector<float> row_means = {};
+    double squares = 0.0;
+    std::array<double, 2> all_squares{};
   };
 
   // Where a unit lies on this rank. The updated range is the part of the trainable section that this rank
@@ -139,7 +144,7 @@ struct StepContext {
     std::uint64_t updated_begin = 0;  // Elements from the start of the trainable section.
     std::uint64_t updated_count = 0;
     std::vector<Segment> segments;  // In order, without the parameters that are fixed.
-    // Adafactor. The host reaches the factors; an offloaded unit has its sums on the host, too.
+    // Adafactor. An offloaded unit has its factors on the host, and its sums on both sides.
     std::vector<Factored> factored;
     std::vector<std::size_t> factored_index;  // By parameter.
     float* factors = nullptr;
@@ -150,7 +155,8 @@ struct StepContext {
     std::vector<OwnV> own_v;
     float* orthogonal = nullptr;
     std::uint64_t squares_at = 0;    // Doubles from the start of a rank's squares.
-    bool squares_known = false;      // Factored::squares are those of the masters.
+    std::uint64_t scalars_at = 0;    // Elements from the start of factor_scalars.
+    bool squares_known = false;      // The sums of squares of masters are up to date.
     std::vector<bool> fixed;         // By parameter: Engine::freeze.
     Communicator* stages = nullptr;  // The pipeline stages that share the unit; null: no others do.
     // {begin, count} of runs of this rank's part of the norm that another rank counts.
@@ -265,7 +271,9 @@ struct StepContext {
   double* norms = nullptr;     // One per unit, of this rank's part; zeros after the last.
   StepControl* control = nullptr;
   double* squares = nullptr;                         // Adafactor: of this rank, then of all ranks,
-  double* host_squares = nullptr;                    // and the same on the host.
+  double* host_squares = nullptr;                    // and the same on the host for offloaded units;
+  float* factor_scalars = nullptr;                   // see Role::kFactorScalars,
+  double* factor_leaves = nullptr;                   // and Role::kFactorLeaves.
   std::array<float*, kMatricesInFlight> matrices{};  // Muon: see Role::kMatrices,
   float* matrix_work = nullptr;                      // and Role::kMatrixWork.
   std::array<DevicePtr, kTransitCount> transit{};    // Gradient slices or sums on their way to the host.

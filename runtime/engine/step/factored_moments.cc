@@ -1,8 +1,10 @@
+#include "runtime/engine/step/factored_moments.h"
+
 #include <algorithm>
 #include <cstring>
 
+#include "forebay/host_adafactor.h"
 #include "runtime/engine/step/decision.h"
-#include "runtime/engine/step/factored_moments.h"
 #include "runtime/engine/step/updater.h"
 
 namespace forebay {
@@ -19,9 +21,9 @@ FactoredMoments::FactoredMoments(StepContext& context, const Decision& decision,
     work_.push_back({this, index});
     summed_.emplace_back(context);
     reduced_.emplace_back(context);
-    most = std::max(most, leaf_room(trainable_slice(index)));
+    if (plan_.is_offloaded(index)) most = std::max(most, leaf_room(trainable_slice(index)));
   }
-  for (std::vector<double>& scratch : scratch_) scratch.resize(most);
+  scratch_.resize(most);
 }
 
 const EngineStream& FactoredMoments::stream_of(const Unit& u) const {
@@ -41,7 +43,10 @@ void FactoredMoments::queue(const std::vector<bool>& used) {
       if (used[static_cast<std::size_t>(index)] && factor_bytes(index) > 0) visit(index);
     }
   };
-  for_each_used([&](int index) { queue_sum(index); });
+  for_each_used([&](int index) {
+    queue_sum(index);
+    reduce(index);
+  });
   for_each_used([&](int index) { queue_renewal(index); });
   exchange_squares();
 }
@@ -50,13 +55,23 @@ void FactoredMoments::queue_sum(int index) {
   const Unit& u = unit(index);
   const EngineStream& stream = stream_of(u);
   const auto number = static_cast<std::size_t>(index);
-  const std::uint64_t bytes = factor_bytes(index);
-  const std::uint64_t slice = bytes / static_cast<std::uint64_t>(context_.ranks());
-  stream.call<&Work::sum>(work_[number]);
-  if (u.offloaded) stream.copy(u.factor_sums, u.host_factor_sums, bytes);
+  if (u.offloaded) {
+    stream.call<&Work::sum>(work_[number]);
+    stream.copy(u.factor_sums, u.host_factor_sums, factor_bytes(index));
+  } else {
+    for (const StepContext::Factored& p : u.factored) {
+      must(kernels_.factor_sums({{own_run(index, p), u.factor_sums + p.factors_at}, decision_.on_device()},
+                                stream));
+    }
+  }
   stream.record(summed_[number]);
+}
+
+void FactoredMoments::reduce(int index) {
+  const auto number = static_cast<std::size_t>(index);
+  const std::uint64_t slice = factor_bytes(index) / static_cast<std::uint64_t>(context_.ranks());
   engine_stream_.wait(summed_[number]);
-  auto* const sums = reinterpret_cast<std::byte*>(u.factor_sums);
+  auto* const sums = reinterpret_cast<std::byte*>(unit(index).factor_sums);
   float* const reduced = context_.bucket_sums[0];
   must(context_.communicator.reduce_scatter({.source = sums,
                                              .source_stride_bytes = slice,
@@ -79,28 +94,51 @@ void FactoredMoments::queue_renewal(int index) {
   const EngineStream& stream = stream_of(u);
   const auto number = static_cast<std::size_t>(index);
   stream.wait(reduced_[number]);
-  if (u.offloaded) stream.copy(u.host_factor_sums, u.factor_sums, factor_bytes(index));
+  if (!u.offloaded) return renew_on_device(index);
+  stream.copy(u.host_factor_sums, u.factor_sums, factor_bytes(index));
   stream.call<&Work::renew>(work_[number]);
 }
 
+// The old factors stay until the step is applied.
+void FactoredMoments::renew_on_device(int index) {
+  const Unit& u = unit(index);
+  const EngineStream& stream = updater_.device_stream();
+  const StepState* const state = decision_.on_device();
+  const float weight = adafactor_weight(context_.applied_steps + 1);
+  for (std::size_t i = 0; i < u.factored.size(); ++i) {
+    const StepContext::Factored& p = u.factored[i];
+    if (u.fixed[p.parameter]) continue;
+    float* const sums = u.factor_sums + p.factors_at;
+    must(kernels_.renew_factors({{p.shape, weight, u.factors + p.factors_at, sums, row_means_of(p)}, state},
+                                stream));
+    must(kernels_.update_squares(
+        {{own_run(index, p), sums, row_means_of(p), context_.factor_leaves, squares_of(u, i) + 1}, state},
+        stream));
+  }
+}
+
+// Units on the device have their sums there; the offloaded ones follow them.
 void FactoredMoments::exchange_squares() {
   updater_.device_stream().record(squared_on_device_);
   engine_stream_.wait(squared_on_device_);
+  const std::uint64_t count = plan_.square_count;
   if (plan_.offloads()) {
     updater_.host_stream().record(squared_on_host_);
     engine_stream_.wait(squared_on_host_);
+    const std::uint64_t on_device = unit(plan_.device_units).squares_at;
+    engine_stream_.copy(context_.squares + on_device, context_.host_squares + on_device,
+                        (count - on_device) * sizeof(double));
   }
-  const std::uint64_t bytes = plan_.square_count * sizeof(double);
-  if (bytes == 0) return;
-  double* const all = context_.squares + plan_.square_count;
-  engine_stream_.copy(context_.squares, context_.host_squares, bytes);
+  if (count == 0) return;
+  double* const all = context_.squares + count;
   must(context_.communicator.all_gather({.source = reinterpret_cast<const std::byte*>(context_.squares),
                                          .target = reinterpret_cast<std::byte*>(all),
-                                         .target_stride_bytes = bytes,
-                                         .bytes = bytes},
+                                         .target_stride_bytes = count * sizeof(double),
+                                         .bytes = count * sizeof(double)},
                                         engine_stream_));
-  engine_stream_.copy(context_.host_squares + plan_.square_count, all,
-                      bytes * static_cast<std::uint64_t>(context_.ranks()));
+  if (!plan_.offloads()) return;
+  engine_stream_.copy(context_.host_squares + count, all,
+                      count * sizeof(double) * static_cast<std::uint64_t>(context_.ranks()));
 }
 
 std::pair<std::uint64_t, std::uint64_t> FactoredMoments::own_part(int index,
@@ -117,7 +155,6 @@ FactoredRun FactoredMoments::own_run(int index, const StepContext::Factored& p) 
   const auto [begin, end] = own_part(index, p);
   FactoredRun run;
   run.type = u.gradient_type;
-  run.factor = decision_.on_host().factor;
   run.shape = p.shape;
   if (u.fixed[p.parameter] || begin == end) return run;
   run.gradient = (u.offloaded ? u.host_gradients : u.updated_gradients) +
@@ -128,30 +165,108 @@ FactoredRun FactoredMoments::own_run(int index, const StepContext::Factored& p) 
   return run;
 }
 
-// Runs in the order of the unit's stream.
+FactoredRun FactoredMoments::run_of(const Run& run, const StepContext::Factored& p) const {
+  const Unit& u = unit(run.unit);
+  FactoredRun result;
+  result.gradient = run.gradient;
+  result.type = u.gradient_type;
+  result.shape = p.shape;
+  result.first = u.updated_begin + run.begin - p.begin;
+  result.count = run.count;
+  result.place = u.updated_begin + run.begin;
+  return result;
+}
+
+void FactoredMoments::queue_update(int index, const StepContext::Segment& segment,
+                                   const KeptUpdateArguments& kept, const GroupHyperparameters& group) {
+  const Unit& u = unit(index);
+  const std::size_t number = u.factored_index[segment.parameter];
+  const StepContext::Factored& p = u.factored[number];
+  const EngineStream& stream = updater_.device_stream();
+  AdafactorStepArguments step;
+  step.squares = squares_of(u, number) + plan_.square_count;
+  step.rank_stride = plan_.square_count;
+  step.rank_count = static_cast<std::uint64_t>(context_.ranks());
+  step.lr = group.lr;
+  step.count = p.shape.count();
+  step.step = step_of(p);
+  must(kernels_.adafactor_step({step, decision_.on_device()}, stream));
+  FactoredUpdateArguments a;
+  static_cast<MasterMove&>(a) = move_of(kept);
+  a.run = run_of({.unit = index,
+                  .parameter = segment.parameter,
+                  .begin = segment.begin,
+                  .count = segment.count,
+                  .gradient = static_cast<const std::byte*>(kept.update.gradient)},
+                 p);
+  a.factors = u.factor_sums + p.factors_at;
+  a.row_means = row_means_of(p);
+  a.computed_step = step_of(p);
+  must(kernels_.factored_update({a, decision_.on_device()}, stream));
+}
+
+void FactoredMoments::queue_end(int index) {
+  const Unit& u = unit(index);
+  for (std::size_t i = 0; i < u.factored.size(); ++i) {
+    const StepContext::Factored& p = u.factored[i];
+    if (u.fixed[p.parameter]) continue;
+    queue_squares(index, i, decision_.on_device());
+    must(kernels_.keep_factors(
+        {{u.factor_sums + p.factors_at, u.factors + p.factors_at, p.shape.factor_count()},
+         decision_.on_device()},
+        updater_.device_stream()));
+  }
+}
+
+void FactoredMoments::refresh_on_device(int index) {
+  for (std::size_t i = 0; i < unit(index).factored.size(); ++i) queue_squares(index, i, nullptr);
+}
+
+void FactoredMoments::queue_squares(int index, std::size_t number, const StepState* state) {
+  const Unit& u = unit(index);
+  const auto [begin, end] = own_part(index, u.factored[number]);
+  const bool is_half = context_.format_of(StateField::kMaster) == MomentFormat::kBfloat16;
+  const DataType type = is_half ? DataType::kBfloat16 : DataType::kFloat32;
+  ParameterSquaresArguments a;
+  a.type = type;
+  a.count = end - begin;
+  if (a.count > 0) {
+    a.masters = u.kept[static_cast<std::size_t>(StateField::kMaster)] +
+                (begin - u.updated_begin) * element_bytes(type);
+    a.place = begin;
+  }
+  a.scratch = context_.factor_leaves;
+  a.result = squares_of(u, number);
+  must(kernels_.parameter_squares({a, state}, updater_.device_stream()));
+}
+
+// Runs in the order of the host's stream.
 void FactoredMoments::sum(int index) {
   if (!is_applied()) return;
   const Unit& u = unit(index);
-  for (const StepContext::Factored& p : u.factored)
-    factor_sums({own_run(index, p), sums_of(u) + p.factors_at}, updater_.host_runner());
+  for (const StepContext::Factored& p : u.factored) {
+    FactorSumsArguments a{own_run(index, p), u.host_factor_sums + p.factors_at};
+    a.run.factor = decision_.on_host().factor;
+    factor_sums(a, updater_.host_runner());
+  }
 }
 
-// Runs in the order of the unit's stream. The old factors stay until the step is applied.
+// Runs in the order of the host's stream. The old factors stay until the step is applied.
 void FactoredMoments::renew(int index) {
   if (!is_applied()) return;
   Unit& u = unit(index);
   const float weight = adafactor_weight(decision_.on_host().applied_steps);
   double* squares = context_.host_squares + u.squares_at;
   for (StepContext::Factored& p : u.factored) {
-    float* const factors = sums_of(u) + p.factors_at;
+    float* const factors = u.host_factor_sums + p.factors_at;
     if (!u.fixed[p.parameter]) {
       renew_factors({p.shape, weight, u.factors + p.factors_at, factors, p.row_means.data()},
                     updater_.host_runner());
     }
     squares[0] = p.squares;
-    update_squares(
-        {own_run(index, p), factors, p.row_means.data(), scratch_[u.offloaded ? 1 : 0].data(), squares + 1},
-        updater_.host_runner());
+    UpdateSquaresArguments a{own_run(index, p), factors, p.row_means.data(), scratch_.data(), squares + 1};
+    a.run.factor = decision_.on_host().factor;
+    update_squares(a, updater_.host_runner());
     squares += 2;
   }
 }
@@ -177,16 +292,11 @@ void FactoredMoments::update(const Run& run, const KeptUpdateArguments& kept,
   const Unit& u = unit(run.unit);
   const StepContext::Factored& p = u.factored[u.factored_index[run.parameter]];
   FactoredUpdateArguments a;
-  a.run.gradient = run.gradient;
-  a.run.type = u.gradient_type;
-  a.run.factor = decision_.on_host().factor;
-  a.run.shape = p.shape;
-  a.run.first = u.updated_begin + run.begin - p.begin;
-  a.run.count = run.count;
-  a.run.place = u.updated_begin + run.begin;
-  a.factors = sums_of(u) + p.factors_at;
-  a.row_means = p.row_means.data();
   static_cast<MasterMove&>(a) = move_of(kept);
+  a.run = run_of(run, p);
+  a.run.factor = decision_.on_host().factor;
+  a.factors = u.host_factor_sums + p.factors_at;
+  a.row_means = p.row_means.data();
   a.step_number = decision_.on_host().applied_steps;
   a.step = adafactor_step(group.lr, a.step_number, p.shape.count(), p.all_squares[0], p.all_squares[1]);
   factored_update(a, updater_.host_runner());
@@ -204,15 +314,14 @@ void FactoredMoments::add_squares(int index, std::size_t parameter, std::uint64_
   const bool is_half = kept.half.elements != nullptr;
   const void* const masters = is_half ? static_cast<const void*>(kept.half.elements + skipped)
                                       : static_cast<const void*>(kept.update.master + skipped);
-  p.squares = add(index, masters, is_half ? DataType::kBfloat16 : DataType::kFloat32, upper - lower, lower,
-                  p.squares);
+  p.squares =
+      add(masters, is_half ? DataType::kBfloat16 : DataType::kFloat32, upper - lower, lower, p.squares);
 }
 
-double FactoredMoments::add(int index, const void* masters, DataType type, std::uint64_t count,
-                            std::uint64_t place, double sum) {
+double FactoredMoments::add(const void* masters, DataType type, std::uint64_t count, std::uint64_t place,
+                            double sum) {
   double result = 0.0;
-  parameter_squares({masters, type, count, place, scratch_[unit(index).offloaded ? 1 : 0].data(), &result},
-                    updater_.host_runner(), sum);
+  parameter_squares({masters, type, count, place, scratch_.data(), &result}, updater_.host_runner(), sum);
   return result;
 }
 
@@ -220,7 +329,8 @@ void FactoredMoments::end_update(int index) {
   const Unit& u = unit(index);
   for (const StepContext::Factored& p : u.factored) {
     if (u.fixed[p.parameter]) continue;
-    std::memcpy(u.factors + p.factors_at, sums_of(u) + p.factors_at, p.shape.factor_count() * sizeof(float));
+    std::memcpy(u.factors + p.factors_at, u.host_factor_sums + p.factors_at,
+                p.shape.factor_count() * sizeof(float));
   }
 }
 

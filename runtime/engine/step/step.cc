@@ -142,9 +142,14 @@ void Engine::Impl::refresh_squares() {
   if (counts_only()) return;
   for (int index = 0; index < unit_count(); ++index) {
     if (unit(index).squares_known) continue;
-    factored->refresh(index, [&](std::uint64_t begin, std::span<float> masters) {
-      read_state(index, StateField::kMaster, begin, masters);
-    });
+    if (unit(index).offloaded) {
+      factored->refresh_on_host(index, [&](std::uint64_t begin, std::span<float> masters) {
+        read_state(index, StateField::kMaster, begin, masters);
+      });
+    } else {
+      factored->refresh_on_device(index);
+    }
+    unit(index).squares_known = true;
   }
 }
 

@@ -73,12 +73,11 @@ Updater::Updater(StepContext& context, const Decision& decision)
   for (BiasCorrection*& table : corrections_) {
     table = reinterpret_cast<BiasCorrection*>(value_or_throw(context.pinned->allocate(table_bytes)));
   }
-  if (!plan_.offloads() && options_.optimizer != Optimizer::kAdafactor) return;
+  if (!plan_.offloads()) return;
   host_runner_ = create_host_runner(context.host_placement, context.options);
   for (std::vector<HostUpdate>& updates : host_updates_) {
     for (int unit = 0; unit < context.unit_count(); ++unit) updates.push_back({this, unit, {}});
   }
-  if (!plan_.offloads()) return;
   host_stream_.open();
   up_stream_.open();
   host_done_ = EngineEvent(context);
@@ -156,23 +155,19 @@ void Updater::correct_for(int group) {
 void Updater::update_on_device(int index, const Hyperparameters& hyperparameters) {
   const Unit& u = unit(index);
   const MarkedSpan span = context_.marked(device_stream_, "updates", "update", index);
-  if (options_.optimizer == Optimizer::kAdafactor) {
-    HostUpdate& update = host_updates_[context_.attempted_steps % 2][static_cast<std::size_t>(index)];
-    update.groups = hyperparameters.groups;
-    update.corrections = corrections();
-    device_stream_.call<&HostUpdate::run>(update);
-    device_stream_.record(u.updated);
-    return;
-  }
   const Piece whole{0, u.updated_count, u.kept, nullptr};
   for (const StepContext::Segment& segment : u.segments) {
     const GroupHyperparameters& group = hyperparameters.groups[static_cast<std::size_t>(segment.group)];
-    correct_for(segment.group);
+    if (factored_ == nullptr) correct_for(segment.group);
     KeptUpdateArguments kept = update_of(u, whole, segment.begin, segment, group);
     kept.update.gradient = u.updated_gradients + segment.begin * element_bytes(u.gradient_type);
     kept.update.parameter =
         is_own_master(options_) ? nullptr : u.updated_parameters + segment.begin * element();
     kept.update.count = segment.count;
+    if (factored_ != nullptr) {
+      factored_->queue_update(index, segment, kept, group);
+      continue;
+    }
     if (segment.matrix != nullptr) {
       must(kernels_.muon_update(
           {matrices_->update_of(index, segment, segment.begin, kept, group), decision_.on_device()},
@@ -183,6 +178,7 @@ void Updater::update_on_device(int index, const Hyperparameters& hyperparameters
              ? kernels_.adamw_controlled({kept.update, decision_.on_device(), nullptr}, device_stream_)
              : kernels_.update_kept({kept, decision_.on_device(), nullptr}, device_stream_));
   }
+  if (factored_ != nullptr) factored_->queue_end(index);
   device_stream_.record(u.updated);
 }
 
@@ -258,7 +254,6 @@ void Updater::queue_host_update(int index, const Hyperparameters& hyperparameter
 }
 
 // Runs in the order of the host's stream, when the decision is on the host; calls nothing of the Backend.
-// Adafactor: units on the device come here in the order of their stream.
 void Updater::update_on_host(const HostUpdate& update) {
   if (failed_.load(std::memory_order_acquire)) return;
   const bool is_factored =
@@ -276,13 +271,11 @@ void Updater::update_all(const HostUpdate& update) {
   }
   std::byte* parameters = nullptr;
   if (!is_own_master(options_))
-    parameters = !u.offloaded             ? u.updated_parameters
-                 : u.parameters_offloaded ? u.trainable_slice.host
-                                          : u.host_gradients;
+    parameters = u.parameters_offloaded ? u.trainable_slice.host : u.host_gradients;
   const Piece whole{0, u.updated_count, u.kept, parameters};
   if (decision_.on_host().outcome == StepOutcome::kApplied) {
     update_piece(update, whole);
-  } else if (u.offloaded && parameters != nullptr && !u.parameters_offloaded) {
+  } else if (parameters != nullptr && !u.parameters_offloaded) {
     // The parameters go up as they were.
     round_parameters(options_.dtype, master_of(whole), u.updated_count, parameters);
   }
@@ -386,8 +379,7 @@ void Updater::update_run(const HostUpdate& update, const StepContext::Segment& s
                               .parameter = segment.parameter,
                               .begin = begin,
                               .count = kept.update.count,
-                              .gradient = static_cast<const std::byte*>(kept.update.gradient),
-                              .parameters = static_cast<std::byte*>(kept.update.parameter)},
+                              .gradient = static_cast<const std::byte*>(kept.update.gradient)},
                              kept, update.groups[static_cast<std::size_t>(segment.group)]);
   }
   if (segment.matrix != nullptr) {

@@ -70,7 +70,7 @@ class Updater : private StepPart {
   }
 
   const EngineStream& device_stream() const { return device_stream_; }
-  // Offloaded units only; the runner for Adafactor, too.
+  // Offloaded units only.
   const EngineStream& host_stream() const { return host_stream_; }
   const BlockRunner& host_runner() const { return *host_runner_; }
 

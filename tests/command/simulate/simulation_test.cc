@@ -93,6 +93,21 @@ TEST(Simulation, MuonTakesTheBytesAndTheTimeOfItsProducts) {
   }
 }
 
+TEST(Simulation, AdafactorTakesItsPlannedBytesAndTheTimeOfItsSums) {
+  for (const Offload offload : {Offload::kNone, Offload::kOptimizer}) {
+    SimulationRequest request = small(4, 2);
+    request.options.offload = offload;
+    request.options.optimizer = Optimizer::kAdafactor;
+    const SimulationResult adafactor = value_or_throw(simulate(request));
+    EXPECT_EQ(adafactor.statistics.peak, adafactor.statistics.planned);
+    EXPECT_EQ(adafactor.statistics.host_bytes, adafactor.statistics.planned_host_bytes);
+    EXPECT_EQ(adafactor.sent_bytes_per_step, adafactor.statistics.planned_wire_per_step.sent);
+    if (offload != Offload::kNone) continue;
+    EXPECT_EQ(adafactor.statistics.host_bytes, 0u);
+    EXPECT_GT(seconds_of(adafactor, "update on the device"), 0);
+  }
+}
+
 TEST(Simulation, TheTimesAddUpToTheStep) {
   SimulationRequest request = small(16, 3);
   request.options.offload = Offload::kOptimizer;

@@ -388,23 +388,31 @@ TEST(Optimizers, AdafactorTakesTheBytesOfItsFactors) {
   options.ranks = 2;
   options.stage = 2;
   options.dtype = DataType::kBfloat16;
-  const std::uint64_t others = value_or_throw(make_plan(model, options)).wire_per_step.sent;
+  const Plan others = value_or_throw(make_plan(model, options));
   options.optimizer = Optimizer::kAdafactor;
-  constexpr std::uint64_t kFactors = 256 * 4, kSquares = 512;
+  // The sums of squares of three records, and a factor of u, a mean and the leaves of 2048 elements, each
+  // rounded up. Offloaded: up to a page.
+  constexpr std::uint64_t kFactors = 256 * 4, kSquares = 512, kWork = 512, kHostSquares = 2048;
   const Plan plan = value_or_throw(make_plan(model, options));
   EXPECT_EQ(plan.bytes.optimizer, 2048 * 4 + 2 * kFactors);
   EXPECT_EQ(plan.bytes_of(Role::kFactors), kFactors);
   EXPECT_EQ(plan.bytes_of(Role::kFactorSums), kFactors);
-  EXPECT_EQ(plan.host_bytes.total(), kSquares);
+  EXPECT_EQ(plan.bytes_of(Role::kSquares), kSquares);
+  EXPECT_EQ(plan.bytes_of(Role::kFactorScalars), kWork);
+  EXPECT_EQ(plan.bytes_of(Role::kFactorLeaves), kWork);
+  EXPECT_EQ(plan.bytes.buckets, others.bytes.buckets + kSquares + 2 * kWork);
+  EXPECT_EQ(plan.host_bytes.total(), 0u);
   // Half of the sums twice, two doubles of the parameter, and the last gather.
-  EXPECT_EQ(plan.wire_per_step.sent, others + kFactors + 16 + 8);
+  EXPECT_EQ(plan.wire_per_step.sent, others.wire_per_step.sent + kFactors + 16 + 8);
   options.offload = Offload::kOptimizer;
   const Plan offloaded = value_or_throw(make_plan(model, options));
   EXPECT_EQ(offloaded.bytes.optimizer, kFactors);
-  EXPECT_EQ(offloaded.host_bytes.optimizer, 2048 * 4 + 2 * kFactors + kSquares);
+  EXPECT_EQ(offloaded.bytes.buckets, others.bytes.buckets + kSquares);
+  EXPECT_EQ(offloaded.host_bytes.optimizer, 2048 * 4 + 2 * kFactors + kHostSquares);
+  EXPECT_EQ(offloaded.host_bytes.total() % 4096, 0u);
   options.tier = Tier::kFile;
   const Plan in_files = value_or_throw(make_plan(model, options));
-  EXPECT_EQ(in_files.host_bytes.optimizer, 2 * kFactors + kSquares);
+  EXPECT_EQ(in_files.host_bytes.optimizer, 2 * kFactors + kHostSquares);
   EXPECT_EQ(in_files.file_bytes.optimizer, 2048 * 4u);
   // Without a shape it is a vector, with a factor for each element.
   model.units[0].parameters[0].shape.clear();

@@ -43,6 +43,10 @@ TEST(PtxTraining, WithMuonGivesTheBitsOfTheHost) {
   expect_the_bits_of_the_host({"--dtype", "bf16", "--optimizer", "muon"});
 }
 
+TEST(PtxTraining, WithAdafactorGivesTheBitsOfTheHost) {
+  expect_the_bits_of_the_host({"--dtype", "bf16", "--optimizer", "adafactor"});
+}
+
 // Machine code for 7.5 to 9.0, 10.0 and 12.0, or PTX, which later devices of an architecture take too.
 TEST(CompiledImage, HasCodeForEveryDeviceFromTuringOn) {
   if (cuda_kernels::kernel_image().targets == nullptr)

@@ -127,7 +127,9 @@ struct PoolBytes {
   // change it.
   std::uint64_t gathered = 0;
   // Staging of collectives. The model's size changes it only by the few bytes of each unit's norm. Muon: also
-  // twice the largest unit in fp32, and the scratch that a matrix is orthogonalised with.
+  // twice the largest unit in fp32, and the scratch that a matrix is orthogonalised with. Adafactor: also a
+  // few values for each parameter, and for units on the device 1/64 byte for each element of the largest
+  // slice.
   std::uint64_t buckets = 0;
   // Declared by the trainer.
   std::uint64_t activations = 0;
@@ -279,20 +281,22 @@ enum class Role : std::uint8_t {
   kTrainableSlice,  // The offloaded trainable slice, in a 2-byte type. In fp32 it is the master.
   kFrozenSlice,     // The offloaded frozen slice.
   // Placements of the engine.
-  kSlot,          // Units and gradients are gathered here: SlotAssignment.
-  kReceive,       // Input of a reduce-scatter from all ranks; or the norms of all ranks.
-  kBucketSum,     // The fp32 sum of a bucket, or the scratch of a norm.
-  kFused,         // The bucket of small units.
-  kNorms,         // One norm per unit, of this rank's part.
-  kControl,       // The decision about a step.
-  kActivations,   // Declared by the trainer.
-  kTransit,       // A gradient slice, or a bucket's fp32 sum, on its way to the host.
-  kHostSum,       // The fp32 sum of a bucket on the host.
-  kPassBuffers,   // Buffers of the optimizer's pass over files.
-  kMoverBuffers,  // Buffers of parameters on their way from files to the device.
-  kSaved,         // The copy of the values that a thread saves.
-  kSquares,       // Adafactor: two sums of each trainable parameter, of this rank and then of all ranks.
-  kHostSquares,   // The same on the host.
+  kSlot,           // Units and gradients are gathered here: SlotAssignment.
+  kReceive,        // Input of a reduce-scatter from all ranks; or the norms of all ranks.
+  kBucketSum,      // The fp32 sum of a bucket, or the scratch of a norm.
+  kFused,          // The bucket of small units.
+  kNorms,          // One norm per unit, of this rank's part.
+  kControl,        // The decision about a step.
+  kActivations,    // Declared by the trainer.
+  kTransit,        // A gradient slice, or a bucket's fp32 sum, on its way to the host.
+  kHostSum,        // The fp32 sum of a bucket on the host.
+  kPassBuffers,    // Buffers of the optimizer's pass over files.
+  kMoverBuffers,   // Buffers of parameters on their way from files to the device.
+  kSaved,          // The copy of the values that a thread saves.
+  kSquares,        // Adafactor: two sums of each trainable parameter, of this rank and then of all ranks.
+  kHostSquares,    // The same on the host.
+  kFactorScalars,  // Adafactor: the factor of u and the row means of each parameter on the device, in fp32.
+  kFactorLeaves,   // Adafactor: the sum of each leaf of a slice on the device.
   kMatrices,    // Muon: momentum of all ranks, and then the orthogonalised matrices of this rank, of a unit.
   kMatrixWork,  // Muon: the scratch of an orthogonalisation.
 };

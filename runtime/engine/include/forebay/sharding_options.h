@@ -63,7 +63,7 @@ struct ShardingOptions {
   int stage = 0;  // ZeRO stage: 0 shards nothing, 1 optimizer states, 2 gradients too, 3 parameters too.
   DataType dtype = DataType::kFloat32;  // Type of parameters and gradients. 2-byte types get an fp32 master.
   // SGD and Lion have no v: 8 bytes of master and m for each element, where the formulas have 12. Adafactor
-  // has a master alone, 4 bytes, and a few factors for each parameter (host_adafactor.h). Muon has master and
+  // has a master alone, 4 bytes, and a few factors for each parameter (adafactor.h). Muon has master and
   // m for matrices, and v too for other parameters.
   Optimizer optimizer = Optimizer::kAdamW;
   // Muon: steps of matrices have the size of AdamW's, so its learning rates fit. False: the original factor
