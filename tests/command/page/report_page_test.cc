@@ -11,6 +11,7 @@
 #include <random>
 #include <sstream>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "allocator/preload/events.h"
@@ -145,12 +146,18 @@ TEST(PageText, ReplacesWhatCannotBeSeen) {
 }
 
 TEST(PageText, FiguresHaveUnits) {
-  EXPECT_EQ(time_text(0), "0 s");
-  EXPECT_EQ(time_text(850), "850 ns");
-  EXPECT_EQ(time_text(12'500'000'000), "12.50 s");
-  EXPECT_EQ(time_text(200'000'000'000), "3 min 20 s");
-  EXPECT_EQ(percent_text(0.25), "25 %");
-  EXPECT_EQ(percent_text(0.004), "0.4 %");
+  const std::pair<std::uint64_t, const char*> times[] = {{0, "0 s"},
+                                                         {999, "999 ns"},
+                                                         {1000, "1.00 µs"},
+                                                         {1'000'000, "1.00 ms"},
+                                                         {1'000'000'000, "1.00 s"},
+                                                         {59'990'000'000, "59.99 s"},
+                                                         {60'000'000'000, "1 min 0 s"},
+                                                         {3'661'900'000'000, "61 min 1 s"}};
+  for (const auto& [ns, text] : times) EXPECT_EQ(time_text(ns), text);
+  const std::pair<double, const char*> parts[] = {
+      {0, "0.0 %"}, {0.0994, "9.9 %"}, {0.0995, "10 %"}, {0.5, "50 %"}, {1, "100 %"}};
+  for (const auto& [part, text] : parts) EXPECT_EQ(percent_text(part), text);
 }
 
 // --- the page ---
@@ -168,6 +175,517 @@ TEST(ReportPageTest, SaysWhatItWasGiven) {
         "Holders of memory at the peak"}) {
     EXPECT_NE(html.find(expected), std::string::npos) << expected;
   }
+}
+
+// One element a line; without the style and the script, which are files of their own.
+std::string elements_of(std::string html) {
+  for (const auto& [begin, end] : {std::pair("<style>", "</style>"), std::pair("</main>", "</body>")}) {
+    const std::size_t at = html.find(begin);
+    if (at != std::string::npos) html.erase(at, html.find(end) - at);
+  }
+  std::string lines;
+  for (const char character : html) {
+    if (character == '<' && !lines.empty() && lines.back() == '>') lines += '\n';
+    lines += character;
+  }
+  return lines;
+}
+
+TEST(ReportPageTest, EachFigureHasItsPlace) {
+  PageProcess other;
+  other.peak_requested_bytes = 96_MiB;
+  other.peak_reserved_bytes = 96_MiB;
+  other.capacity_bytes = 1_GiB;
+  other.points = {{1, 96_MiB, 96_MiB, 96_MiB, PageEvent::kOther}};
+  other.counts_events = true;
+  EXPECT_EQ(elements_of(report_page(page_of({other, small_process()}))), R"(<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; base-uri 'none'; form-action 'none'">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>forebay run -- python train.py</title>
+</style>
+</head>
+<body>
+<main>
+<h1>forebay run -- python train.py</h1>
+<p class="lead">One process.</p>
+<h2>Processes</h2>
+<div class="wide" tabindex="0" role="region" aria-label="Processes">
+<table>
+<caption>The worst first: processes that ran out of memory, then by reserved minus requested bytes</caption>
+<thead>
+<tr>
+<th scope="col">Process</th>
+<th scope="col" class="n">Number</th>
+<th scope="col" class="n">Device</th>
+<th scope="col">Mode</th>
+<th scope="col" class="n">Peak requested</th>
+<th scope="col" class="n">Peak reserved</th>
+<th scope="col" class="n">Reserved, unused</th>
+<th scope="col" class="n">Fragmentation</th>
+<th scope="col" class="n">Baseline would reserve</th>
+<th scope="col" class="n">Out of memory</th>
+</tr>
+</thead>
+<tbody>
+<tr>
+<th scope="row">
+<a href="#process-1">python train.py</a>
+</th>
+<td class="n">4711</td>
+<td class="n">0</td>
+<td>arena, tensors</td>
+<td class="n">6.00 MiB</td>
+<td class="n">8.00 MiB</td>
+<td class="n">2.00 MiB</td>
+<td class="n">25 %</td>
+<td class="n">12.00 MiB</td>
+<td class="n">
+<strong>1</strong>
+</td>
+</tr>
+<tr>
+<th scope="row">
+<a href="#process-2">(no name)</a>
+</th>
+<td class="n">
+</td>
+<td class="n">
+</td>
+<td>
+</td>
+<td class="n">96.00 MiB</td>
+<td class="n">96.00 MiB</td>
+<td class="n">0 B</td>
+<td class="n">0.0 %</td>
+<td class="n">not known</td>
+<td class="n">0</td>
+</tr>
+</tbody>
+</table>
+</div>
+<section id="process-1">
+<h2>python train.py</h2>
+<p class="note">process 4711, device 0, arena, tensors</p>
+<p class="why">Two pieces of 1 MiB are held apart by a live block.</p>
+<dl class="figures">
+<div>
+<dt>Peak requested</dt>
+<dd>6.00 MiB</dd>
+</div>
+<div>
+<dt>Peak reserved</dt>
+<dd>8.00 MiB</dd>
+</div>
+<div>
+<dt>Reserved, unused</dt>
+<dd>2.00 MiB <small>25 % of the reserved memory</small>
+</dd>
+</div>
+<div>
+<dt>A caching allocator would reserve</dt>
+<dd>12.00 MiB <small>4.00 MiB more</small>
+</dd>
+</div>
+<div>
+<dt>There was</dt>
+<dd>8.00 MiB</dd>
+</div>
+<div>
+<dt>Out of memory</dt>
+<dd>1 time</dd>
+</div>
+<div>
+<dt>Step time</dt>
+<dd>12 ms</dd>
+</div>
+</dl>
+<figure class="timeline">
+<figcaption>Memory over time</figcaption>
+<div class="frame">
+<div class="scale" aria-hidden="true">
+<span style="top:100.0%">0 B</span>
+<span style="top:83.3%">2 MiB</span>
+<span style="top:66.7%">4 MiB</span>
+<span style="top:50.0%">6 MiB</span>
+<span style="top:33.3%">8 MiB</span>
+<span style="top:16.7%">10 MiB</span>
+<span style="top:0.0%">12 MiB</span>
+</div>
+<div class="plot" tabindex="0" role="slider" aria-label="Memory over time. Arrow keys move, plus and minus zoom, 0 shows all." aria-valuemin="0" aria-valuemax="4" aria-valuenow="1">
+<svg viewBox="0 0 10000 1000" preserveAspectRatio="none" aria-hidden="true">
+<path class="line" d="M0 1000H10000"/>
+<path class="line" d="M0 833H10000"/>
+<path class="line" d="M0 667H10000"/>
+<path class="line" d="M0 500H10000"/>
+<path class="line" d="M0 333H10000"/>
+<path class="line" d="M0 167H10000"/>
+<path class="line" d="M0 0H10000"/>
+<path class="reserved" d="M0 1000H0V833H2500V333H5000V333H7500V333H10000V333H10000V1000Z"/>
+<path class="requested" d="M0 1000H0V833H2500V500H5000V667H7500V667H10000V833H10000V1000Z"/>
+<path class="capacity" d="M0 333H10000"/>
+<path class="baseline" d="M0 0H10000"/>
+<path class="refused" d="M7500 0V1000"/>
+<path class="cursor" d=""/>
+</svg>
+<svg class="frees" viewBox="0 0 10000 100" preserveAspectRatio="none" aria-hidden="true">
+<path d="M5000 100v-100h30V100ZM9967 100v-100h30V100Z"/>
+</svg>
+</div>
+</div>
+<div class="times" aria-hidden="true">
+<span>0 s</span>
+<span>10.00 ms</span>
+<span>20.00 ms</span>
+<span>30.00 ms</span>
+<span>40.00 ms</span>
+</div>
+<p class="readout" aria-live="off">Peak of requested memory, at 10.00 ms: 6.00 MiB requested, 8.00 MiB reserved.</p>
+<p class="tools">
+<button type="button" data-zoom="in">Zoom in</button> <button type="button" data-zoom="out">Zoom out</button> <button type="button" data-zoom="all">All</button>
+</p>
+<ul class="legend">
+<li>
+<i class="requested">
+</i>requested</li>
+<li>
+<i class="reserved">
+</i>reserved</li>
+<li>
+<i class="free">
+</i>frees, below the axis</li>
+<li>
+<i class="refused">
+</i>out of memory</li>
+<li>
+<i class="capacity">
+</i>memory limit</li>
+<li>
+<i class="baseline">
+</i>reserved by a caching allocator</li>
+</ul>
+<script type="application/json">{"counts":false,"peak":1,"time":[0,10000000,20000000,30000000,40000000],"requested":[2097152,6291456,4194304,4194304,2097152],"reserved":[2097152,8388608,8388608,8388608,8388608],"bytes":[2097152,2097152,2097152,2097152,2097152],"events":"aafrf"}</script>
+</figure>
+<figure class="blocks">
+<figcaption>Blocks at the first out-of-memory</figcaption>
+<p>At 30.00 ms: 4.00 MiB requested, 8.00 MiB reserved. 2.00 MiB free in 2 pieces, the largest of 1.00 MiB. Asked for: <strong>2.00 MiB</strong>, which was free, but in no piece large enough.</p>
+<div class="plot" tabindex="0" role="slider" aria-label="Blocks in the order of addresses. Arrow keys move from block to block and from row to row." aria-valuemin="0" aria-valuemax="5" aria-valuenow="0">
+<svg viewBox="0 0 1600 20" style="height:2rem" preserveAspectRatio="none" aria-hidden="true">
+<path class="free" d="M400 0h200v17h-200zM1000 0h100v17h-100zM1100 0h100v17h-100z"/>
+<path class="s0" d="M0 0h400v17h-400z"/>
+<path class="s0 pending" d="M1200 0h400v17h-400z"/>
+<path class="s1" d="M600 0h400v17h-400z"/>
+<path class="seam" d=""/>
+<path class="cursor" d=""/>
+</svg>
+<b style="left:31.25%;top:42.50%" aria-hidden="true">A</b>
+<b style="left:68.75%;top:42.50%" aria-hidden="true">B</b>
+</div>
+<p class="readout" aria-live="off">A row is 8.00 MiB; addresses grow to the right, then downwards.</p>
+<ul class="legend">
+<li>
+<i class="s0">
+</i>stream 0xabc0, 4.00 MiB</li>
+<li>
+<i class="s1">
+</i>the default stream, 2.00 MiB</li>
+<li>
+<i class="free">
+</i>free</li>
+<li>
+<i class="s0 pending">
+</i>paler: freed, waiting for its stream</li>
+</ul>
+<div class="wide" tabindex="0" role="region" aria-label="Free pieces">
+<table>
+<caption>The largest free pieces, and the blocks beside them</caption>
+<thead>
+<tr>
+<th scope="col">Piece</th>
+<th scope="col" class="n">Free</th>
+<th scope="col">Address</th>
+<th scope="col">Block before</th>
+<th scope="col">Block after</th>
+</tr>
+</thead>
+<tbody>
+<tr>
+<th scope="row">A</th>
+<td class="n">1.00 MiB</td>
+<td class="a">0x7f0010200000</td>
+<td>2.00 MiB, stream 0xabc0</td>
+<td>2.00 MiB, the default stream</td>
+</tr>
+<tr>
+<th scope="row">B</th>
+<td class="n">1.00 MiB</td>
+<td class="a">0x7f0010500000</td>
+<td>2.00 MiB, the default stream</td>
+<td>2.00 MiB, stream 0xabc0, waiting for its stream</td>
+</tr>
+</tbody>
+</table>
+</div>
+<script type="application/json">{"rowWidth":1600,"rowHeight":20,"barHeight":17,"servers":["the arena","only observed","captured into a graph, which owns them","from a memory pool of the program's own","in a context of cuCtxCreate","pitched","managed memory","mapped by the program itself (cuMemCreate), as PyTorch's expandable segments are","where the arena could not serve"],"holders":[],"pieces":[[0,400,"0x7f0010000000",2097152,1,0,"stream 0xabc0",0,0,0],[400,200,"0x7f0010200000",1048576,1,1048576],[600,400,"0x7f0010300000",2097152,1,0,"the default stream",0,0,0],[1000,100,"0x7f0010500000",524288,1,524288],[1100,100,"0x7f0010580000",524288,1,524288],[1200,400,"0x7f0010600000",2097152,1,0,"stream 0xabc0",1,0,0]]}</script>
+</figure>
+<div class="wide" tabindex="0" role="region" aria-label="Holders">
+<table>
+<caption>Holders of memory at the peak</caption>
+<thead>
+<tr>
+<th scope="col">Holder</th>
+<th scope="col" class="n">Bytes</th>
+<th scope="col" class="n">Blocks</th>
+<th scope="col" class="n">Of the peak</th>
+</tr>
+</thead>
+<tbody>
+<tr>
+<th scope="row">stream 0xabc0</th>
+<td class="n">4.00 MiB</td>
+<td class="n">2</td>
+<td class="n">67 %</td>
+</tr>
+<tr>
+<th scope="row">the default stream</th>
+<td class="n">2.00 MiB</td>
+<td class="n">1</td>
+<td class="n">33 %</td>
+</tr>
+</tbody>
+</table>
+</div>
+</section>
+<section id="process-2">
+<h2>(no name)</h2>
+<p class="note">
+</p>
+<dl class="figures">
+<div>
+<dt>Peak requested</dt>
+<dd>96.00 MiB</dd>
+</div>
+<div>
+<dt>Peak reserved</dt>
+<dd>96.00 MiB</dd>
+</div>
+<div>
+<dt>Reserved, unused</dt>
+<dd>0 B <small>0.0 % of the reserved memory</small>
+</dd>
+</div>
+<div>
+<dt>There was</dt>
+<dd>1.00 GiB</dd>
+</div>
+<div>
+<dt>Out of memory</dt>
+<dd>0 times</dd>
+</div>
+</dl>
+<figure class="timeline">
+<figcaption>Memory over time</figcaption>
+<div class="frame">
+<div class="scale" aria-hidden="true">
+<span style="top:100.0%">0 B</span>
+<span style="top:83.3%">16 MiB</span>
+<span style="top:66.7%">32 MiB</span>
+<span style="top:50.0%">48 MiB</span>
+<span style="top:33.3%">64 MiB</span>
+<span style="top:16.7%">80 MiB</span>
+<span style="top:0.0%">96 MiB</span>
+</div>
+<div class="plot" tabindex="0" role="slider" aria-label="Memory over time. Arrow keys move, plus and minus zoom, 0 shows all." aria-valuemin="0" aria-valuemax="0" aria-valuenow="0">
+<svg viewBox="0 0 10000 1000" preserveAspectRatio="none" aria-hidden="true">
+<path class="line" d="M0 1000H10000"/>
+<path class="line" d="M0 833H10000"/>
+<path class="line" d="M0 667H10000"/>
+<path class="line" d="M0 500H10000"/>
+<path class="line" d="M0 333H10000"/>
+<path class="line" d="M0 167H10000"/>
+<path class="line" d="M0 0H10000"/>
+<path class="reserved" d="M10000 1000H10000V0H10000V1000Z"/>
+<path class="requested" d="M10000 1000H10000V0H10000V1000Z"/>
+<path class="cursor" d=""/>
+</svg>
+<svg class="frees" viewBox="0 0 10000 100" preserveAspectRatio="none" aria-hidden="true">
+<path d=""/>
+</svg>
+</div>
+</div>
+<div class="times" aria-hidden="true">
+<span>event 0</span>
+<span>event 0</span>
+<span>event 1</span>
+<span>event 1</span>
+<span>event 1</span>
+</div>
+<p class="readout" aria-live="off">Peak of requested memory, at event 1: 96.00 MiB requested, 96.00 MiB reserved.</p>
+<p class="tools">
+<button type="button" data-zoom="in">Zoom in</button> <button type="button" data-zoom="out">Zoom out</button> <button type="button" data-zoom="all">All</button>
+</p>
+<ul class="legend">
+<li>
+<i class="requested">
+</i>requested</li>
+<li>
+<i class="reserved">
+</i>reserved</li>
+<li>
+<i class="free">
+</i>frees, below the axis</li>
+</ul>
+<script type="application/json">{"counts":true,"peak":0,"time":[1],"requested":[100663296],"reserved":[100663296],"bytes":[100663296],"events":"x"}</script>
+</figure>
+</section>
+</body>
+</html>
+)");
+}
+
+TEST(PageBlocks, EachBlockHasItsPlaceAndColour) {
+  PageMoment moment{.name = "at the peak", .requested_bytes = 40_MiB, .reserved_bytes = 64_MiB};
+  moment.holders = {"", "train.py:7", "model.py:\"8\""};
+  constexpr std::uint64_t kBase = 0x10000000;
+  // Nine streams, the later the smaller; the last two share a colour.
+  std::uint64_t address = kBase;
+  for (std::uint64_t i = 0; i < 9; ++i) {
+    moment.blocks.push_back(block(address, (10 - i) * 1_MiB, PageBlockState::kLive, 0x100000 + i));
+    moment.blocks.back().order = i;
+    address += (10 - i) * 1_MiB;
+  }
+  moment.blocks[1].holder = 1;
+  moment.blocks[2].holder = 2;
+  moment.blocks[3].holder = 1;
+  moment.blocks[4].server = static_cast<PreloadServer>(2);
+  moment.blocks[5].state = PageBlockState::kPending;
+  address += 2_MiB;  // A gap that is drawn.
+  moment.blocks.push_back(block(address, 1_MiB, PageBlockState::kFree));
+  address += 1_MiB;
+  // Some that are too narrow to be told apart, most of their bytes pending and not of the arena.
+  for (int i = 0; i < 4; ++i) {
+    moment.blocks.push_back(block(address, 4_KiB, i == 0 ? PageBlockState::kFree : PageBlockState::kPending));
+    moment.blocks.back().server = static_cast<PreloadServer>(i == 0 ? 0 : 1);
+    address += 4_KiB;
+  }
+  address += 100_GiB;  // A gap that is cut out.
+  moment.blocks.push_back(block(address, 3_MiB));
+  EXPECT_EQ(elements_of(blocks_html(moment)), R"(<figure class="blocks">
+<figcaption>Blocks at the peak</figcaption>
+<p>40.00 MiB requested, 64.00 MiB reserved. 1.00 MiB free in 1 piece, the largest of 1.00 MiB.</p>
+<div class="plot" tabindex="0" role="slider" aria-label="Blocks in the order of addresses. Arrow keys move from block to block and from row to row." aria-valuemin="0" aria-valuemax="12" aria-valuenow="0">
+<svg viewBox="0 0 1600 40" style="height:3rem" preserveAspectRatio="none" aria-hidden="true">
+<path class="free" d="M1200 20h50v17h-50z"/>
+<path class="s0" d="M0 0h500v17h-500z"/>
+<path class="s1" d="M500 0h450v17h-450z"/>
+<path class="s2" d="M950 0h400v17h-400z"/>
+<path class="s3" d="M1350 0h250v17h-250zM0 20h100v17h-100z"/>
+<path class="s4" d="M100 20h300v17h-300z"/>
+<path class="s5 pending" d="M400 20h250v17h-250z"/>
+<path class="s6" d="M650 20h200v17h-200z"/>
+<path class="s7" d="M850 20h150v17h-150zM1000 20h100v17h-100zM1250 20h150v17h-150z"/>
+<path class="s7 pending" d="M1250 20h1v17h-1z"/>
+<path class="elsewhere" d="M100 33h300v4h-300zM1250 33h1v4h-1z"/>
+<path class="seam" d="M1250 20v17"/>
+<path class="cursor" d=""/>
+</svg>
+<b style="left:76.57%;top:71.25%" aria-hidden="true">A</b>
+</div>
+<p class="readout" aria-live="off">A row is 32.00 MiB; addresses grow to the right, then downwards. Dark lines divide 2 ranges of addresses; the gaps between them are not shown.</p>
+<ul class="legend">
+<li>
+<i class="s0">
+</i>stream 0x100000, 10.00 MiB</li>
+<li>
+<i class="s1">
+</i>stream 0x100001, 9.00 MiB</li>
+<li>
+<i class="s2">
+</i>stream 0x100002, 8.00 MiB</li>
+<li>
+<i class="s3">
+</i>stream 0x100003, 7.00 MiB</li>
+<li>
+<i class="s4">
+</i>stream 0x100004, 6.00 MiB</li>
+<li>
+<i class="s5">
+</i>stream 0x100005, 5.00 MiB</li>
+<li>
+<i class="s6">
+</i>stream 0x100006, 4.00 MiB</li>
+<li>
+<i class="s7">
+</i>3 other streams, 8.01 MiB</li>
+<li>
+<i class="free">
+</i>free</li>
+<li>
+<i class="gap">
+</i>empty: addresses without a block</li>
+<li>
+<i class="s0 pending">
+</i>paler: freed, waiting for its stream</li>
+<li>
+<i class="elsewhere">
+</i>underlined: not served by the arena</li>
+</ul>
+<div class="wide" tabindex="0" role="region" aria-label="Free pieces">
+<table>
+<caption>The largest free pieces, and the blocks beside them</caption>
+<thead>
+<tr>
+<th scope="col">Piece</th>
+<th scope="col" class="n">Free</th>
+<th scope="col">Address</th>
+<th scope="col">Block before</th>
+<th scope="col">Block after</th>
+</tr>
+</thead>
+<tbody>
+<tr>
+<th scope="row">A</th>
+<td class="n">1.00 MiB</td>
+<td class="a">0x13800000</td>
+<td>the end of the addresses</td>
+<td>4.00 KiB, the default stream, waiting for its stream, only observed</td>
+</tr>
+</tbody>
+</table>
+</div>
+<script type="application/json">{"rowWidth":1600,"rowHeight":20,"barHeight":17,"servers":["the arena","only observed","captured into a graph, which owns them","from a memory pool of the program's own","in a context of cuCtxCreate","pitched","managed memory","mapped by the program itself (cuMemCreate), as PyTorch's expandable segments are","where the arena could not serve"],"holders":["train.py:7","model.py:\"8\""],"pieces":[[0,500,"0x10000000",10485760,1,0,"stream 0x100000",0,0,0],[500,450,"0x10a00000",9437184,1,0,"stream 0x100001",0,1,0,0],[950,400,"0x11300000",8388608,1,0,"stream 0x100002",0,2,0,1],[1350,350,"0x11b00000",7340032,1,0,"stream 0x100003",0,3,0,0],[1700,300,"0x12200000",6291456,1,0,"stream 0x100004",0,4,2],[2000,250,"0x12800000",5242880,1,0,"stream 0x100005",1,5,0],[2250,200,"0x12d00000",4194304,1,0,"stream 0x100006",0,6,0],[2450,150,"0x13100000",3145728,1,0,"stream 0x100007",0,7,0],[2600,100,"0x13400000",2097152,1,0,"stream 0x100008",0,8,0],[2700,100,"0x13600000",2097152,0,0],[2800,50,"0x13800000",1048576,1,1048576],[2850,1,"0x13900000",16384,4,4096],[2850,150,"0x1913904000",3145728,1,0,"the default stream",0,0,0]]}</script>
+</figure>
+)");
+
+  moment.blocks = {block(kBase, 1_MiB), block(kBase + 1_MiB, 1_MiB, PageBlockState::kFree)};
+  moment.asked_bytes = 1_MiB;
+  const auto summary = [&] {
+    const std::string html = blocks_html(moment);
+    const std::size_t at = html.find("<p>") + 3;
+    return html.substr(at, html.find("</p>") - at);
+  };
+  EXPECT_EQ(summary(),
+            "40.00 MiB requested, 64.00 MiB reserved. 1.00 MiB free in 1 piece, the largest of 1.00 MiB. "
+            "Asked for: <strong>1.00 MiB</strong>, although a free piece was large enough.");
+  ++moment.asked_bytes;
+  moment.time_ns = 2500;
+  EXPECT_EQ(summary(),
+            "At 2.50 µs: 40.00 MiB requested, 64.00 MiB reserved. 1.00 MiB free in 1 piece, the largest of "
+            "1.00 MiB. Asked for: <strong>1.00 MiB</strong>, 1 B more than all that was free.");
+  moment.blocks.push_back(block(kBase + 3_MiB, 512_KiB, PageBlockState::kFree));
+  moment.asked_bytes = 1_MiB + 512_KiB;
+  EXPECT_EQ(summary(),
+            "At 2.50 µs: 40.00 MiB requested, 64.00 MiB reserved. 1.50 MiB free in 2 pieces, the largest of "
+            "1.00 MiB. Asked for: <strong>1.50 MiB</strong>, which was free, but in no piece large enough.");
+  moment.blocks = {block(kBase, 64_MiB)};
+  moment.asked_bytes = 0;
+  EXPECT_EQ(summary(), "At 2.50 µs: 40.00 MiB requested, 64.00 MiB reserved. Nothing was free.");
+  moment.blocks = {block(kBase, 63_MiB)};
+  EXPECT_EQ(summary(),
+            "At 2.50 µs: 40.00 MiB requested, 64.00 MiB reserved. 1.00 MiB lay outside of these blocks.");
 }
 
 TEST(ReportPageTest, ClosesWhatItOpens) {

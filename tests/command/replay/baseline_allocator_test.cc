@@ -2,6 +2,9 @@
 
 #include <gtest/gtest.h>
 
+#include <cstdint>
+#include <memory>
+
 #include "forebay/model_backend.h"
 #include "forebay/units.h"
 
@@ -79,6 +82,63 @@ TEST_F(BaselineAllocatorTest, RefusesWhatIsNotALiveBlock) {
   EXPECT_EQ(allocator_->free(a).code(), StatusCode::kInvalidArgument);
   allocator_.reset();
   EXPECT_EQ(backend_->charged_bytes(), 0u);
+}
+
+TEST_F(BaselineAllocatorTest, RoundsAndSplitsAtItsLimits) {
+  make(1_GiB);
+  const DevicePtr a = allocate(1);
+  EXPECT_EQ(allocate(512), a + 512);
+  EXPECT_EQ(allocate(513), a + 1024);
+  EXPECT_EQ(allocate(1), a + 2048);
+  // A part of more than 1 MiB stays free; one of 1 MiB goes with its block.
+  const DevicePtr b = allocate(19_MiB);
+  EXPECT_EQ(backend_->charged_bytes(), 22_MiB);
+  ASSERT_TRUE(allocator_->free(b).ok());
+  EXPECT_EQ(allocate(19_MiB - 512), b);
+  const DevicePtr c = allocate(1_MiB + 512);
+  EXPECT_EQ(c, b + 19_MiB - 512);
+  EXPECT_EQ(backend_->charged_bytes(), 22_MiB);
+  ASSERT_TRUE(allocator_->free(c).ok());
+  EXPECT_NE(allocate(1_MiB), c);  // A small block comes from the small segment.
+  EXPECT_EQ(backend_->charged_bytes(), 22_MiB);
+  // 10 MiB is the least that has a segment of its own size.
+  ASSERT_NE(allocate(10_MiB - 512), nullptr);
+  EXPECT_EQ(backend_->charged_bytes(), 42_MiB);
+  ASSERT_NE(allocate(10_MiB), nullptr);
+  EXPECT_EQ(backend_->charged_bytes(), 42_MiB);
+  ASSERT_NE(allocate(10_MiB), nullptr);
+  EXPECT_EQ(backend_->charged_bytes(), 52_MiB);
+  ASSERT_NE(allocate(40_MiB), nullptr);
+  EXPECT_EQ(backend_->charged_bytes(), 92_MiB);
+}
+
+TEST_F(BaselineAllocatorTest, RefusesMoreThanThereAreAddresses) {
+  make(1_GiB);
+  for (const std::size_t bytes : {SIZE_MAX, SIZE_MAX - 2_MiB + 1})
+    EXPECT_EQ(allocator_->allocate(bytes, 0).status().code(), StatusCode::kInvalidArgument) << bytes;
+  EXPECT_EQ(allocator_->allocate(SIZE_MAX - 2_MiB, 0).status().code(), StatusCode::kOutOfMemory);
+}
+
+TEST_F(BaselineAllocatorTest, GivesBackSmallSegmentsToo) {
+  make(32_MiB);
+  const DevicePtr small = allocate(512);
+  ASSERT_TRUE(allocator_->free(small).ok());
+  EXPECT_NE(allocate(32_MiB), nullptr);
+  EXPECT_EQ(backend_->charged_bytes(), 32_MiB);
+  EXPECT_EQ(allocate(512), nullptr);
+}
+
+TEST_F(BaselineAllocatorTest, OnlyWholeSegmentsAreGivenBack) {
+  make(40_MiB);
+  const DevicePtr a = allocate(8_MiB);
+  const DevicePtr b = allocate(8_MiB);
+  ASSERT_TRUE(allocator_->free(a).ok());
+  EXPECT_EQ(allocate(34_MiB), nullptr);
+  EXPECT_EQ(backend_->charged_bytes(), 20_MiB);
+  EXPECT_EQ(allocate(8_MiB), a);
+  ASSERT_TRUE(allocator_->free(b).ok());
+  EXPECT_EQ(allocate(34_MiB), nullptr);
+  EXPECT_EQ(backend_->charged_bytes(), 20_MiB);
 }
 
 }  // namespace

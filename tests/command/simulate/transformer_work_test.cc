@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <cstdint>
+#include <sstream>
 #include <string>
 
 #include "forebay/error.h"
@@ -172,6 +173,110 @@ TEST(TransformerWork, SumsOverTensorParallelRanksAreTwoALayerAndPass) {
       EXPECT_EQ(sums, ranks == 1 ? 0 : 2);
     }
   }
+}
+
+// One word for each piece: MxKxN, "a" before it in a fused kernel and "*COUNT" behind it; the bytes of a
+// pass;
+// "+" and the bytes of a sum.
+std::string text_of(const WorkPieces& pieces) {
+  std::ostringstream text;
+  for (const WorkPiece& piece : pieces) {
+    text << (text.tellp() == 0 ? "" : " ");
+    if (piece.kind == WorkPiece::Kind::kPass) {
+      text << piece.bytes;
+    } else if (piece.kind == WorkPiece::Kind::kSum) {
+      text << "+" << piece.bytes;
+    } else {
+      text << (piece.kind == WorkPiece::Kind::kAttention ? "a" : "") << piece.m << "x" << piece.k << "x"
+           << piece.n;
+      if (piece.count != 1) text << "*" << piece.count;
+    }
+  }
+  return text.str();
+}
+
+// Two sequences of 8 tokens, in bf16. Widths that differ, so that no one stands for another.
+TEST(TransformerWork, EachPieceHasItsSize) {
+  TransformerWorkOptions options;
+  options.shape = {.layers = 3, .hidden = 64, .heads = 4, .vocabulary = 101, .positions = 32};
+  options.batch = 2;
+  options.sequence = 8;
+  const auto work = [&](int ranks, bool fused) {
+    TransformerWorkOptions complete = options;
+    complete.shape = value_or_throw(complete_shape(options.shape));
+    complete.tensor_parallel = ranks;
+    complete.fused_attention = fused;
+    return transformer_work(complete);
+  };
+  const TransformerWork gpt2 = work(1, true);
+  EXPECT_EQ(text_of(gpt2.embedding), R"(6144)");
+  EXPECT_EQ(text_of(gpt2.layer.forward),
+            R"(4096 16x64x192 a8x16x8*8 a8x8x16*8 16x64x64 6144 4096 16x64x256 16384 16x256x64 6144)");
+  EXPECT_EQ(text_of(gpt2.layer.recomputed),
+            R"(4096 16x64x192 a8x16x8*8 a8x8x16*8 16x64x64 6144 4096 16x64x256 16384)");
+  EXPECT_EQ(
+      text_of(gpt2.layer.backward),
+      R"(9216 16x64x256 256x16x64 24576 16x256x64 64x16x256 6144 9216 16x64x64 64x16x64 a8x16x8*8 a8x8x16*8 a8x8x16*8 a16x8x8*8 16x192x64 64x16x192 6144)");
+  EXPECT_EQ(text_of(gpt2.final), R"(4096 16x64x101 6464)");
+  EXPECT_EQ(text_of(gpt2.final_backward), R"(9696 16x101x64 64x16x101 6144)");
+  EXPECT_EQ(text_of(gpt2.embedding_backward), R"(12928 6144)");
+  EXPECT_EQ(gpt2.dense_layers, 0u);
+  const TransformerWork parted = work(2, false);
+  EXPECT_EQ(text_of(parted.embedding), R"(6144 +2048)");
+  EXPECT_EQ(
+      text_of(parted.layer.forward),
+      R"(4096 16x64x96 12288 8x16x8*4 5120 8x8x16*4 2048 16x32x64 +2048 8192 6144 4096 16x64x128 8192 8192 16x128x64 +2048 8192 6144)");
+  EXPECT_EQ(
+      text_of(parted.layer.recomputed),
+      R"(4096 16x64x96 12288 8x16x8*4 5120 8x8x16*4 2048 16x32x64 +2048 8192 6144 4096 16x64x128 8192 8192)");
+  EXPECT_EQ(
+      text_of(parted.layer.backward),
+      R"(9216 12288 +2048 16x64x128 128x16x64 12288 12288 16x128x64 64x16x128 6144 9216 12288 +2048 16x64x32 32x16x64 3072 8x16x8*4 8x8x16*4 7680 8x8x16*4 16x8x8*4 18432 16x96x64 64x16x96 6144)");
+  EXPECT_EQ(text_of(parted.final), R"(4096 16x64x51 3264)");
+  EXPECT_EQ(text_of(parted.embedding_backward), R"(6400 6144)");
+
+  options.shape.kind = TransformerKind::kLlama;
+  options.shape.intermediate = 90;
+  options.shape.key_value_heads = 1;
+  options.shape.head_dimension = 24;
+  options.shape.query_key_norm = options.shape.output_norms = true;
+  EXPECT_EQ(
+      text_of(work(1, true).layer.forward),
+      R"(4096 16x64x144 7680 a8x24x8*8 a8x8x24*8 16x96x64 4096 6144 4096 16x64x180 8640 16x90x64 4096 6144)");
+  EXPECT_EQ(
+      text_of(work(4, false).layer.forward),
+      R"(4096 16x64x72 3072 4608 8x24x8*2 2560 8x8x24*2 1536 16x24x64 +2048 4096 6144 4096 16x64x46 2208 16x23x64 +2048 4096 6144)");
+
+  options.shape.query_key_norm = options.shape.output_norms = false;
+  options.shape.experts = {.count = 12, .active = 3, .shared = 2, .intermediate = 30, .dense_layers = 1};
+  const TransformerWork mixture = work(4, true);
+  EXPECT_EQ(
+      text_of(mixture.layer.forward),
+      R"(4096 16x64x72 a8x24x8*2 a8x8x24*2 16x24x64 +2048 6144 4096 16x64x12 16x64x30 1440 16x15x64 12288 4x64x16*12 2304 4x8x64*12 8192 +2048 6144)");
+  EXPECT_EQ(
+      text_of(mixture.dense_layer.forward),
+      R"(4096 16x64x72 a8x24x8*2 a8x8x24*2 16x24x64 +2048 6144 4096 16x64x46 2208 16x23x64 +2048 6144)");
+  EXPECT_EQ(mixture.dense_layers, 1u);
+  EXPECT_EQ(&mixture.of_layer(0), &mixture.dense_layer);
+  EXPECT_EQ(&mixture.of_layer(1), &mixture.layer);
+  // More experts than the tokens can use.
+  options.shape.experts.count = 100;
+  EXPECT_EQ(
+      text_of(work(1, true).layer.forward),
+      R"(4096 16x64x144 a8x24x8*8 a8x8x24*8 16x96x64 6144 4096 16x64x100 16x64x120 5760 16x60x64 12288 1x64x60*48 8640 1x30x64*48 8192 6144)");
+
+  options.shape.experts = {};
+  options.shape.key_value_heads = 0;
+  options.shape.head_dimension = 0;
+  options.shape.latent = {
+      .query_rank = 20, .key_value_rank = 28, .rotary_dimension = 6, .value_dimension = 10};
+  EXPECT_EQ(
+      text_of(work(2, true).layer.forward),
+      R"(4096 16x64x20 1280 16x20x44 16x64x34 1792 16x28x52 a8x22x8*4 a8x8x10*4 16x20x64 +2048 6144 4096 16x64x90 4320 16x45x64 +2048 6144)");
+  options.shape.latent.query_rank = 0;
+  EXPECT_EQ(
+      text_of(work(2, false).layer.forward),
+      R"(4096 16x64x44 16x64x34 1792 16x28x52 6912 8x22x8*4 5120 8x8x10*4 1280 16x20x64 +2048 6144 4096 16x64x90 4320 16x45x64 +2048 6144)");
 }
 
 }  // namespace
