@@ -620,7 +620,10 @@ TEST_F(EventFile, InvalidContentsAreRefused) {
       {"another magic number", false, [&] { header().magic = 1; }},
       {"another size of the header", false, [&] { header().bytes += 8; }},
       {"events within the header", false,
-       [&] { header().event_offset = sizeof(PreloadEventsHeader) / 32 * 32; }},
+       [&] {
+         header().event_offset = sizeof(PreloadEventsHeader) / 32 * 32;
+         header().written = 0;
+       }},
       {"events behind the table", false, [&] { header().block_offset = header().event_offset - 32; }},
       {"no event and no room for one", true,
        [&] {
@@ -641,6 +644,7 @@ TEST_F(EventFile, InvalidContentsAreRefused) {
        [&] {
          header().event_offset += 8;
          header().event_capacity -= 1;
+         header().written = 0;
        }},
       {"a table at an odd place", false,
        [&] {
@@ -709,6 +713,46 @@ TEST_F(EventFile, EachFigureIsReadInItsPlace) {
   EXPECT_EQ(figures.chunk_bytes, 10u);
   EXPECT_EQ(log.value().start_us, 11u);
   EXPECT_EQ(log.value().untold_blocks, 12u);
+}
+
+// The first event of an address decides whether it was live before, and the table decides about the others.
+TEST_F(EventFile, TellsWhichBlocksWereLiveBefore) {
+  auto* const table = reinterpret_cast<PreloadBlock*>(bytes_.data() + header().block_offset);
+  header().event_capacity = 4;
+  header().written = 6;
+  header().block_count = 6;
+  event(3) = {.address = 500,
+              .bytes = 50,
+              .stream = 5,
+              .device = 2,
+              .server = PreloadServer::kManaged,
+              .kind = PreloadEventKind::kFree};
+  event(0) = {.address = 400, .bytes = 1, .device = 0, .kind = PreloadEventKind::kReserved};
+  event(1) = {.address = 700, .bytes = 70, .device = 0, .kind = PreloadEventKind::kAllocation};
+  table[0] = {.address = 600, .bytes = 60, .number = 2, .device = 0};
+  table[1] = {.address = 400, .bytes = 40, .number = 0, .stream = 4, .device = 1};
+  table[2] = {.address = 500, .bytes = 1, .number = 0, .device = 0};
+  table[3] = {.address = 700, .bytes = 1, .number = 1, .device = 0};
+  table[4] = {.address = 300, .bytes = 30, .number = 3, .device = 0};
+  table[5] = {.address = 0, .bytes = 20, .number = 0, .device = 0};
+  const Result<PreloadEventLog> log = read();
+
+  ASSERT_TRUE(log.ok()) << log.status().message();
+  EXPECT_EQ(log.value().first_number, 3u);
+  ASSERT_EQ(log.value().events.size(), 3u);
+  EXPECT_EQ(log.value().events[0].address, 500u);
+  EXPECT_EQ(log.value().events[2].address, 700u);
+  const std::vector<PreloadBlock>& live = log.value().live_before;
+  ASSERT_EQ(live.size(), 3u);
+  EXPECT_EQ(live[0].address, 400u);
+  EXPECT_EQ(live[0].bytes, 40u);
+  EXPECT_EQ(live[0].stream, 4u);
+  EXPECT_EQ(live[1].address, 500u);
+  EXPECT_EQ(live[1].bytes, 50u);
+  EXPECT_EQ(live[1].stream, 5u);
+  EXPECT_EQ(live[1].device, 2);
+  EXPECT_EQ(live[1].server, PreloadServer::kManaged);
+  EXPECT_EQ(live[2].address, 600u);
 }
 
 TEST(PreloadEvents, ABoundThatIsNoneIsReported) {
