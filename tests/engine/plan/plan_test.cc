@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "forebay/error.h"
 #include "forebay/units.h"
 #include "runtime/engine/plan/schedule.h"
 
@@ -421,6 +422,227 @@ TEST(Plan, RefusesOptionsByName) {
   EXPECT_NE(message({{.offload = Offload::kOptimizer, .tier = Tier::kFile, .staging_bytes = 4096}})
                 .find("offload-staging is 4KiB; use at least 8 MiB"),
             std::string::npos);
+}
+
+// Units of 1024 elements, which need no padding on one or two ranks.
+ModelShape even_model(int units) {
+  ModelShape model;
+  for (int unit = 0; unit < units; ++unit) {
+    const std::string name = "unit" + std::to_string(unit);
+    model.units.push_back({.name = name, .parameters = {{.name = name + ".all", .count = 1024}}});
+  }
+  return model;
+}
+
+TEST(Plan, KeepsTheFirstUnitsThatFitIntoTheRestOfTheFraction) {
+  struct Case {
+    double fraction;
+    int device_units;
+    int shared_unit;  // -1: none.
+    int expected;
+  };
+  for (const Case& one : {Case{1, -1, -1, 0},
+                          {0.7501, -1, -1, 0},
+                          {0.75, -1, -1, 1},
+                          {0.6, -1, -1, 1},
+                          {0.5, -1, -1, 2},
+                          {0.25, -1, -1, 3},
+                          {0, -1, -1, 4},
+                          {0.5, 0, -1, 0},
+                          {1, 3, -1, 3},
+                          {1, 9, -1, 4},
+                          {1, -1, 0, 1},
+                          {1, -1, 1, 2},
+                          {0.25, -1, 1, 3},
+                          {1, 1, 2, 3}}) {
+    ModelShape model = even_model(4);
+    if (one.shared_unit >= 0) model.units[static_cast<std::size_t>(one.shared_unit)].shared_by = 2;
+    PlanOptions options;
+    options.stage = 1;
+    options.offload = Offload::kOptimizer;
+    options.offload_fraction = one.fraction;
+    options.device_units = one.device_units;
+    EXPECT_EQ(plan_of(model, options).device_units, one.expected)
+        << one.fraction << " " << one.device_units << " " << one.shared_unit;
+    options.offload = Offload::kNone;
+    EXPECT_EQ(plan_of(model, options).device_units, 4);
+  }
+}
+
+// Four ranks in two groups. Within a group the parameters' type travels, and fp32 sums between the groups.
+TEST(Plan, SendsAcrossGroupsInFp32AndTwiceIfGroupsHoldTheModel) {
+  const std::uint64_t trainable = 4 * 2048;  // Padded to four ranks.
+  const std::uint64_t decision = 8 * 3 * (2 * 4 + 3);
+  for (const bool within : {false, true}) {
+    for (const int micro_steps : {1, 3}) {
+      PlanOptions options;
+      options.stage = 1;
+      options.dtype = DataType::kBfloat16;
+      options.micro_steps = micro_steps;
+      options.ranks = 4;
+      options.group = 2;
+      options.shard_within_group = within;
+      const std::uint64_t reduced =
+          (2 - 1) * (trainable / 2) * 2 + (2 - 1) * (trainable / 4) * 4 * (within ? 2 : 1);
+      const std::uint64_t gathered = within ? (2 - 1) * (trainable / 2) * 2 : (4 - 1) * (trainable / 4) * 2;
+      EXPECT_EQ(plan_of(even_model(4), options).wire_per_step.sent,
+                static_cast<std::uint64_t>(micro_steps) * reduced + gathered + decision)
+          << within << " " << micro_steps;
+    }
+  }
+}
+
+TEST(Plan, ExchangesNormsWithAllRanksThatDecide) {
+  PlanOptions options;
+  options.ranks = 2;
+  const std::uint64_t sent = plan_of(even_model(4), options).wire_per_step.sent;
+  options.deciding_ranks = 6;
+  options.deciding_units = 7;
+  // Three facts and four norms to the other data-parallel rank, three facts and seven norms to five ranks.
+  EXPECT_EQ(plan_of(even_model(4), options).wire_per_step.sent, sent - 8 * 4 + 8 * 5 * (7 + 3));
+  options.deciding_units = 3;
+  EXPECT_EQ(plan_of(even_model(4), options).wire_per_step.sent, sent - 8 * 4 + 8 * 5 * (4 + 3));
+}
+
+// Up to half of the small units' bucket, of slices that are not empty and stay on the device.
+TEST(Plan, FusesSmallUnits) {
+  ModelShape model = even_model(1);
+  model.units[0].parameters[0].count = 2 * 65536;
+  for (int leaves = 1; leaves <= 10; ++leaves) {
+    const std::string name = "small" + std::to_string(leaves);
+    model.units.push_back(
+        {.name = name,
+         .parameters = {{.name = name + ".all", .count = 2 * kLeaf * static_cast<std::uint64_t>(leaves)}}});
+  }
+  model.units.push_back({.name = "frozen", .parameters = {{.name = "f", .count = 1, .frozen = true}}});
+  PlanOptions options;
+  options.stage = 2;
+  options.ranks = 2;
+  options.bucket_bytes = 2 * 4 * 16384;
+  const Plan plan = plan_of(model, options);
+  ASSERT_EQ(plan.bucket_columns, 16384u);
+  EXPECT_EQ(plan.fused_columns, 4096u);
+  std::string fused;
+  for (int unit = 0; unit < 12; ++unit) fused += plan.fuses(unit) ? '1' : '0';
+  EXPECT_EQ(fused, "011110000000");
+  options.offload = Offload::kOptimizer;
+  options.device_units = 2;
+  const Plan offloaded = plan_of(model, options);
+  EXPECT_TRUE(offloaded.fuses(1));
+  EXPECT_FALSE(offloaded.fuses(2));
+  options.ranks = 1;
+  EXPECT_EQ(plan_of(model, options).fused_columns, 0u);
+}
+
+// A sum over micro-steps is kept in fp32 where the owner of a slice alone has it.
+TEST(Plan, GradientsHaveTheTypeInWhichTheyAreKept) {
+  for (int stage = 0; stage <= 3; ++stage) {
+    for (const int micro_steps : {1, 2}) {
+      for (const bool local : {false, true}) {
+        if (local && stage >= 2) continue;
+        PlanOptions options;
+        options.stage = stage;
+        options.dtype = DataType::kBfloat16;
+        options.micro_steps = micro_steps;
+        options.accumulate = local ? Accumulate::kLocal : Accumulate::kShard;
+        options.ranks = 2;
+        options.offload = Offload::kOptimizer;
+        options.device_units = 1;
+        const Plan plan = plan_of(even_model(2), options);
+        const bool sums = micro_steps > 1 && !local;
+        EXPECT_EQ(plan.gradient_type(0), sums && stage >= 2 ? DataType::kFloat32 : DataType::kBfloat16)
+            << stage << micro_steps << local;
+        EXPECT_EQ(plan.gradient_type(1), sums && stage >= 1 ? DataType::kFloat32 : DataType::kBfloat16)
+            << stage << micro_steps << local;
+      }
+    }
+  }
+}
+
+TEST(Plan, ASumOverPipelineStagesFitsIntoItsStaging) {
+  PlanOptions options;
+  options.ranks = 2;
+  options.bucket_bytes = 2 * 4 * 1024;
+  ModelShape model = even_model(2);
+  model.units[0].parameters[0].count = 2 * 8192;
+  const Plan plan = plan_of(model, options);
+  ASSERT_EQ(plan.bucket_columns, 1024u);
+  // A 1 + 2 s-th of the bucket, or of a smaller slice, in multiples of four, for each of s stages.
+  EXPECT_EQ(plan.shared_bucket_count(0, 2), 2u * 204);
+  EXPECT_EQ(plan.shared_bucket_count(0, 3), 3u * 144);
+  EXPECT_EQ(plan.shared_bucket_count(1, 2), 2u * 100);
+}
+
+TEST(Plan, PiecesOfFilesFitIntoTheStaging) {
+  const auto pieces = [](std::uint64_t staging_bytes, std::uint64_t count, DataType dtype, bool parameters) {
+    ModelShape model = even_model(1);
+    model.units[0].parameters[0].count = count;
+    PlanOptions options;
+    options.stage = 3;
+    options.dtype = dtype;
+    options.offload = parameters ? Offload::kOptimizerAndParameters : Offload::kOptimizer;
+    options.tier = Tier::kFile;
+    options.staging_bytes = staging_bytes;
+    const Plan plan = plan_of(model, options);
+    EXPECT_LE(plan.bytes_in(Pool::kStaging), staging_bytes);
+    return plan.piece_count;
+  };
+  // Six buffers of 12 bytes of states and of a parameter, and with offloaded parameters four of fp32, in
+  // pieces of 32768 elements.
+  const std::uint64_t large = std::uint64_t{1} << 24;
+  EXPECT_EQ(pieces(8_MiB, large, DataType::kFloat32, false), 2u * 32768);
+  EXPECT_EQ(pieces(64_MiB, large, DataType::kFloat32, false), 21u * 32768);
+  EXPECT_EQ(pieces(64_MiB, large, DataType::kBfloat16, false), 24u * 32768);
+  EXPECT_EQ(pieces(64_MiB, large, DataType::kFloat32, true), 18u * 32768);
+  EXPECT_EQ(pieces(64_MiB, large, DataType::kBfloat16, true), 20u * 32768);
+  // No larger than the model needs.
+  EXPECT_EQ(pieces(64_MiB, 1, DataType::kFloat32, false), 32768u);
+  EXPECT_EQ(pieces(64_MiB, 32769, DataType::kFloat32, false), 2u * 32768);
+}
+
+TEST(Plan, ADescribedModelNamesTheWrongCall) {
+  const auto message = [](auto call) {
+    ModelShape model;
+    ModelDescription description(model);
+    EXPECT_EQ(description.add_unit("first", true), 0);
+    EXPECT_EQ(description.add_parameter(0, {.name = "a", .count = 3}), 0);
+    EXPECT_EQ(description.add_parameter(0, {.name = "b", .count = 3}), 1);
+    EXPECT_EQ(description.add_unit("second", false), 1);
+    EXPECT_EQ(description.add_parameter(1, {.name = "c", .count = 3}), 0);
+    EXPECT_EQ(description.tie(1, {.unit = 0, .index = 1}), 1);
+    EXPECT_EQ(description.tie(1, {.unit = 0, .index = 0}), 2);
+    EXPECT_TRUE(model.units[0].backward_reads_parameters);
+    EXPECT_FALSE(model.units[1].backward_reads_parameters);
+    try {
+      call(description);
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), StatusCode::kInvalidArgument);
+      return error.status().message();
+    }
+    return std::string();
+  };
+  EXPECT_EQ(message([](auto& model) { model.add_unit("first", true); }),
+            "two units are named first; messages name units, so give each its own");
+  for (const int unit : {-1, 2}) {
+    EXPECT_EQ(message([&](auto& model) { model.add_parameter(unit, {.name = "d", .count = 1}); }),
+              "add_parameter(d): unit is " + std::to_string(unit) +
+                  ", and the model has 2 so far; add the unit first");
+    EXPECT_EQ(message([&](auto& model) { model.tie(unit, {.unit = 0, .index = 0}); }),
+              "tie(): unit is " + std::to_string(unit) + ", and the model has 2 so far; add the unit first");
+  }
+  EXPECT_EQ(message([](auto& model) { model.add_parameter(0, {.name = "c", .count = 1}); }),
+            "two parameters are named c; saved state finds parameters by name, so give each its own");
+  EXPECT_EQ(message([](auto& model) { model.add_parameter(1, {.name = "d", .count = 1}); }),
+            "add_parameter(d) to unit second after tie(): tied parameters come after the unit's own, so "
+            "their indices "
+            "would change; add all parameters of the unit first");
+  for (const UnitShape::Tied tied : {UnitShape::Tied{-1, 0}, {1, 0}, {2, 0}, {0, -1}, {0, 2}}) {
+    EXPECT_EQ(message([&](auto& model) { model.tie(1, tied); }),
+              "unit second ties parameter " + std::to_string(tied.index) + " of unit " +
+                  std::to_string(tied.unit) +
+                  ", which no earlier unit has; tie one that was added before the unit");
+  }
+  EXPECT_EQ(message([](auto& model) { model.add_parameter(0, {.name = "d", .count = 1}); }), "");
 }
 
 // The last value that is accepted and the first that is not, with the whole message.
