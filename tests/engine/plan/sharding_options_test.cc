@@ -3,7 +3,11 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <cstdint>
 #include <set>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include "forebay/text.h"
 
@@ -176,6 +180,134 @@ TEST(ShardingOptions, ReportsKeepTheirKeysAndTypes) {
             "stage: 0\ndtype: \"fp32\"\nmicro_steps: 1\naccumulate: \"shard\"\ngroup: 2\n"
             "shard_within_group: true\nbucket_bytes: 16777216\noffload: \"none\"\noffload_tier: \"nvme\"\n"
             "offload_fraction: 1.0\noffload_staging_bytes: 100663296\n");
+}
+
+// Programs by letter: forebay plan, forebay-gpt, bench-tiers; m: a size of memory, s: a switch.
+TEST(ShardingOptions, EachProgramHasItsOptions) {
+  std::string text;
+  for (const OptionRow& row : sharding_option_table()) {
+    text += std::string(row.name) + ' ';
+    if ((row.programs & kPlanProgram) != 0) text += 'p';
+    if ((row.programs & kGptProgram) != 0) text += 'g';
+    if ((row.programs & kBenchTiersProgram) != 0) text += 'b';
+    if (row.is_memory) text += 'm';
+    if (is_switch(row)) text += 's';
+    text += ' ' + option_values(row) + '\n';
+  }
+  EXPECT_EQ(text,
+            "stage pgb 0|1|2|3\n"
+            "dtype pgb fp32|bf16|fp16\n"
+            "micro-steps pgb N\n"
+            "forwards-ahead  N\n"
+            "accumulate pg shard|local\n"
+            "average  ranks+micro-steps|ranks\n"
+            "order-of-units  strict|recorded[:ORDER]\n"
+            "units-at-once  N\n"
+            "order pg rank|group:G\n"
+            "shard-within pg all|group\n"
+            "bucket pg BYTES|auto\n"
+            "overlap gs off|on\n"
+            "memory pgbm BYTES\n"
+            "device-room pgm BYTES\n"
+            "spillable s off|on\n"
+            "optimizer pg adamw|adam|sgd|lion|adafactor|muon\n"
+            "muon-rate pg original|match-rms-adamw\n"
+            "moments pg fp32|bf16|block8\n"
+            "master-weights pgs off|on\n"
+            "ema pg 0..1\n"
+            "save-async pgs off|on\n"
+            "offload pg none|optimizer|optimizer+parameters\n"
+            "offload-tier pg cpu|nvme:DIR[,DIR...]\n"
+            "offload-fraction pg 0..1|auto\n"
+            "offload-staging pgm BYTES\n");
+}
+
+// The last value that is accepted and the first that is not.
+TEST(ShardingOptions, LimitsAreExact) {
+  const auto message = [](const char* name, const char* value) {
+    ShardingOptions options;
+    const Status set = set_option(options, name, value);
+    return set.ok() ? check_sharding_options(options).message() : set.message();
+  };
+  EXPECT_EQ(message("micro-steps", "1000000"), "");
+  EXPECT_EQ(message("micro-steps", "1000001"), "micro-steps is 1000001; use 1 to 1000000");
+  EXPECT_EQ(message("micro-steps", "99999999999"), "micro-steps is 99999999999; use 1 to 1000000");
+  EXPECT_EQ(message("units-at-once", "0"), "units-at-once is 0; use 1 to 1000");
+  EXPECT_EQ(message("units-at-once", "1001"), "units-at-once is 1001; use 1 to 1000");
+  EXPECT_EQ(message("order", "group:1000000"), "");
+  EXPECT_EQ(message("order", "group:1000001"),
+            "order is group:1000001; use rank, or group:G with the number of consecutive ranks that are "
+            "added first, 1 "
+            "or more");
+  EXPECT_EQ(message("offload-staging", "8MiB"), "");
+  EXPECT_EQ(message("offload-staging", "8388607"), "offload-staging is 8388607; use at least 8 MiB");
+  EXPECT_EQ(message("bucket", "1"), "");
+  EXPECT_EQ(message("bucket", "0"), "bucket is 0; use 1 byte or more (16MiB is usual), or auto");
+  EXPECT_EQ(message("ema", "0.9999999"), "");
+  // In fp32, in which it is applied, this is one.
+  EXPECT_EQ(message("ema", "0.99999999"), "ema is 0.99999999; use 0, or a decay below 1, such as 0.999");
+  EXPECT_EQ(message("ema", "-0.1"), "ema is -0.1; use 0, or a decay below 1, such as 0.999");
+  EXPECT_EQ(message("forwards-ahead", "-1"), "forwards-ahead is -1; use 0 or more");
+}
+
+TEST(ShardingOptions, SizesHaveTheLargestUnitThatDividesThem) {
+  for (const auto& [bytes, text] : {std::pair<std::uint64_t, const char*>{1023, "1023"},
+                                    {1024, "1KiB"},
+                                    {1025, "1025"},
+                                    {std::uint64_t{3} << 40, "3TiB"},
+                                    {std::uint64_t{1} << 50, "1024TiB"}}) {
+    ShardingOptions options;
+    options.memory_bytes = bytes;
+    EXPECT_EQ(option_text(options, "memory"), text);
+  }
+}
+
+TEST(ShardingOptions, CombinationsThatCannotBeAreRefusedWithBothNames) {
+  const auto message = [](const ShardingOptions& options) {
+    return check_sharding_options(options).message();
+  };
+  EXPECT_EQ(
+      message({.stage = 2, .accumulate = Accumulate::kLocal}),
+      "accumulate local needs the whole gradient on each rank, which stage 2 does not keep; use accumulate "
+      "shard, or stage 0 or 1");
+  EXPECT_EQ(message({.stage = 1, .accumulate = Accumulate::kLocal}), "");
+  EXPECT_EQ(message({.stage = 2, .offload = Offload::kOptimizerAndParameters}),
+            "offload optimizer+parameters moves the parameter shard off the device, and stage 2 keeps "
+            "parameters whole; "
+            "use stage 3, or offload optimizer");
+  EXPECT_EQ(message({.stage = 3, .offload = Offload::kOptimizerAndParameters}), "");
+  EXPECT_EQ(
+      message({.dtype = DataType::kFloat16, .master_weights = false}),
+      "master-weights is off, and dtype is fp16; only bf16 parameters can be their own masters, so use dtype "
+      "bf16, or master-weights on");
+  EXPECT_EQ(message({.recorded_order = "0/0//"}),
+            "order-of-units is strict with a recorded order; use recorded");
+  ShardingOptions recorded;
+  recorded.order_of_units = OrderOfUnits::kRecorded;
+  EXPECT_EQ(message(recorded), "");
+  recorded.forwards_ahead = 1;
+  EXPECT_EQ(
+      message(recorded),
+      "forwards-ahead is 1, and recorded order has no passes ahead of others; use order-of-units strict");
+  ShardingOptions muon;
+  muon.optimizer = Optimizer::kMuon;
+  EXPECT_EQ(message(muon), "");
+  ShardingOptions other = muon;
+  other.moments = MomentFormat::kBfloat16;
+  EXPECT_EQ(message(other),
+            "moments is bf16, and optimizer muon keeps its momentum in fp32; use moments fp32");
+  other = muon;
+  other.group = 2;
+  other.shard_within_group = true;
+  EXPECT_EQ(
+      message(other),
+      "shard-within is group, and optimizer muon gathers its matrices from all ranks; use shard-within all");
+  other = muon;
+  other.offload_auto = true;
+  EXPECT_EQ(
+      message(other),
+      "offload-fraction is auto, which measures updates of single elements, and optimizer is muon; give a "
+      "fraction");
 }
 
 TEST(NearestName, FindsWhatWasMeantAndNothingElse) {
