@@ -4,9 +4,12 @@
 
 #include <gtest/gtest.h>
 
+#include <cstdint>
 #include <cstdio>
+#include <limits>
 #include <random>
 #include <string>
+#include <vector>
 
 #include "forebay/error.h"
 
@@ -215,6 +218,179 @@ TEST(ActivationPlan, NamesTheOptionThatIsWrong) {
   const std::string host =
       refusal(chain(8, kPartitionAndSpill), {.host_bytes = 8 * kBlock - 1}, StatusCode::kOutOfMemory);
   EXPECT_NE(host.find("pinned host memory"), std::string::npos) << host;
+}
+
+// The last value that is accepted and the first that is not.
+TEST(ActivationPlan, LimitsAreExact) {
+  const auto message = [](const ActivationSlot& slot, const ActivationPlanOptions& options) {
+    return make_activation_plan({slot}, options).status().message();
+  };
+  const auto range = [](const char* name, int value, int smallest, int largest) {
+    return std::string(name) + " of an activation plan is " + std::to_string(value) + "; use " +
+           std::to_string(smallest) + " to " + std::to_string(largest);
+  };
+  const ActivationSlot one{.bytes = 1};
+  EXPECT_EQ(message(one, {.ranks = 0}), range("ranks", 0, 1, 65536));
+  EXPECT_EQ(message(one, {.ranks = 65536}), "");
+  EXPECT_EQ(message(one, {.ranks = 65537}), range("ranks", 65537, 1, 65536));
+  EXPECT_EQ(message(one, {.micro_batches = 4096}), "");
+  EXPECT_EQ(message(one, {.micro_batches = 4097}), range("micro_batches", 4097, 1, 4096));
+  EXPECT_EQ(message(one, {.look_ahead = -2}), range("look_ahead", -2, -1, 8));
+  EXPECT_EQ(message(one, {.look_ahead = 8}), "");
+  EXPECT_EQ(message(one, {.lease_limit = 0}), range("lease_limit", 0, 1, 64));
+  EXPECT_EQ(message(one, {.lease_limit = 64}), "");
+  EXPECT_EQ(message(one, {.lease_limit = 65}), range("lease_limit", 65, 1, 64));
+  EXPECT_EQ(message(one, {.staging_count = 64}), "");
+  EXPECT_EQ(message(one, {.staging_count = 65}), range("staging_count", 65, 1, 64));
+  EXPECT_EQ(message(one, {.chunk_bytes = 0}),
+            "chunk_bytes of an activation plan is 0; use the device's granularity");
+  EXPECT_EQ(message({.unit = 3, .slot = 2, .bytes = 0}, {}),
+            "slot 2 of unit 3 has 0 bytes; use 1 to 1125899906842624");
+  EXPECT_EQ(message({.bytes = std::uint64_t{1} << 50}, {}), "");
+  EXPECT_EQ(message({.bytes = (std::uint64_t{1} << 50) + 1}, {}),
+            "slot 0 of unit 0 has 1125899906842625 bytes; use 1 to 1125899906842624");
+  for (const double fraction : {-0.01, 1.01, std::numeric_limits<double>::quiet_NaN()}) {
+    EXPECT_EQ(message({.bytes = 1, .spill_fraction = fraction}, {}),
+              "slot 0 of unit 0 has spill_fraction " + std::to_string(fraction) + "; use 0 to 1");
+  }
+  for (const double fraction : {0.0, 1.0})
+    EXPECT_EQ(message({.bytes = 1, .spill_fraction = fraction}, {}), "");
+  for (const double seconds :
+       {-0.01, std::numeric_limits<double>::infinity(), std::numeric_limits<double>::quiet_NaN()}) {
+    EXPECT_EQ(message({.bytes = 1, .recompute_seconds = seconds}, {}),
+              "slot 0 of unit 0 has recompute_seconds " + std::to_string(seconds) + "; use 0 or more");
+  }
+  // One number serves for each unit.
+  EXPECT_TRUE(
+      make_activation_plan({{.unit = 0, .slot = 1, .bytes = 1}, {.unit = 1, .slot = 1, .bytes = 1}}, {})
+          .ok());
+  EXPECT_EQ(refusal({{.unit = 2, .slot = 1, .bytes = 1}, {.unit = 2, .slot = 1, .bytes = 1}}, {}),
+            "slot 1 of unit 2 was declared twice; give it another number");
+}
+
+TEST(ActivationPlan, ABudgetThatIsTooSmallIsToldWithItsParts) {
+  const std::string rest =
+      "make the batch smaller, keep fewer micro-batches in flight or make look_ahead smaller";
+  const auto device = [](const std::vector<ActivationSlot>& slots, ActivationPlanOptions options) {
+    options.chunk_bytes = 512;
+    options.device_bytes = plan_of(slots, options).reserved_bytes;
+    EXPECT_TRUE(make_activation_plan(slots, options).ok()) << "as much as it needs";
+    --options.device_bytes;
+    return refusal(slots, options, StatusCode::kOutOfMemory);
+  };
+  EXPECT_EQ(
+      device(chain(8, kKeep), {.ranks = 2}),
+      "the activations need 8.00 MiB (8388608 bytes) of the device, the budget is 8388607 bytes: kept 8.00 "
+      "MiB, "
+      "staging 0 B, gathered 0 B; partition them over the tensor-parallel ranks, spill (more of) them, " +
+          rest);
+  EXPECT_EQ(device(chain(8, kKeep), {}),
+            "the activations need 8.00 MiB (8388608 bytes) of the device, the budget is 8388607 bytes: kept "
+            "8.00 MiB, "
+            "staging 0 B, gathered 0 B; spill (more of) them, " +
+                rest);
+  EXPECT_EQ(device(chain(8, kPartition), {.ranks = 2}),
+            "the activations need 6.00 MiB (6291456 bytes) of the device, the budget is 6291455 bytes: kept "
+            "4.00 MiB, "
+            "staging 0 B, gathered 2.00 MiB; spill (more of) them, " +
+                rest);
+  EXPECT_EQ(
+      device(chain(8, kPartitionAndSpill), {.ranks = 2}),
+      "the activations need 3.00 MiB (3145728 bytes) of the device, the budget is 3145727 bytes: kept 0 B, "
+      "staging 1.00 MiB, gathered 2.00 MiB; " +
+          rest);
+  EXPECT_TRUE(make_activation_plan(chain(8, kPartitionAndSpill), {.host_bytes = 8 * kBlock}).ok());
+  EXPECT_EQ(refusal(chain(8, kPartitionAndSpill), {.host_bytes = 8 * kBlock - 1}, StatusCode::kOutOfMemory),
+            "the spilled activations need 8.00 MiB (8388608 bytes) of pinned host memory, the limit is "
+            "8388607 bytes; "
+            "spill a smaller fraction, spill to files, or raise the limit");
+}
+
+// No more buffers than activations are read from elsewhere, in whole granules.
+TEST(ActivationPlan, HasABufferForEachActivationThatIsReadAtOnce) {
+  const auto gathered = [](int layers, const ActivationPlanOptions& options) {
+    return plan_of(chain(layers, kPartition, 1000), options);
+  };
+  EXPECT_EQ(gathered(10, {.ranks = 2, .look_ahead = 3, .lease_limit = 2}).gathered_count, 5);
+  EXPECT_EQ(gathered(2, {.ranks = 2, .micro_batches = 2, .look_ahead = 3, .lease_limit = 2}).gathered_count,
+            4);
+  EXPECT_EQ(gathered(1, {.ranks = 2, .look_ahead = 0}).gathered_count, 1);
+  EXPECT_EQ(gathered(10, {.ranks = 1, .look_ahead = 3}).gathered_count, 0);
+  // Slices of 512 bytes; whole again, 1024.
+  const ActivationPlan plan = gathered(10, {.ranks = 2, .look_ahead = 1, .chunk_bytes = 4096});
+  EXPECT_EQ(plan.gathered_buffer_bytes, 1024u);
+  EXPECT_EQ(plan.kept_bytes, 10u * 512);
+  EXPECT_EQ(plan.reserved_bytes, 8192u);
+  const ActivationPlan odd = plan_of(chain(3, kPartitionAndSpill, 1001), {.ranks = 2, .tier = Tier::kFile});
+  EXPECT_EQ(odd.spilled_bytes_per_micro_batch, 3u * 512);
+  EXPECT_EQ(odd.staging_buffer_bytes, 512u);
+  EXPECT_EQ(odd.file_bytes, 3u * 4096);
+  EXPECT_EQ(odd.host_spilled_bytes, 0u);
+}
+
+TEST(ActivationPlan, FilePiecesAreAPartOfTheirBudget) {
+  const auto piece = [](std::uint64_t staging_bytes, std::uint64_t slot_bytes) {
+    const ActivationPlan plan = plan_of(chain(2, kPartitionAndSpill, slot_bytes),
+                                        {.tier = Tier::kFile, .file_staging_bytes = staging_bytes});
+    EXPECT_EQ(plan.host_staging_bytes, 8 * plan.file_piece_bytes);
+    return plan.file_piece_bytes;
+  };
+  constexpr std::uint64_t kGranule = 64u << 10;
+  EXPECT_EQ(piece(8 * kGranule, kBlock), kGranule);
+  EXPECT_EQ(piece(1, kBlock), kGranule);
+  EXPECT_EQ(piece(8 * 5 * kGranule, kBlock), 5 * kGranule);
+  EXPECT_EQ(piece(8 * 6 * kGranule - 1, kBlock), 5 * kGranule);
+  EXPECT_EQ(piece(std::uint64_t{1} << 30, kBlock), kBlock);
+  EXPECT_EQ(piece(std::uint64_t{1} << 30, kBlock + 1), kBlock + kGranule);
+  EXPECT_EQ(plan_of(chain(2, kPartitionAndSpill), {}).file_piece_bytes, 0u);
+  EXPECT_EQ(plan_of(chain(2, kKeep), {.tier = Tier::kFile}).file_piece_bytes, 0u);
+}
+
+TEST(ActivationPlan, TheLookAheadNeedsTheTimesOfItsPlacements) {
+  const auto message = [](ActivationPlacement placement, double fetch, double gather, double recompute) {
+    std::vector<ActivationSlot> slots = chain(4, placement);
+    for (ActivationSlot& slot : slots) slot.recompute_seconds = recompute;
+    return make_activation_plan(slots, {.ranks = placement == kPartition ? 2 : 1,
+                                        .look_ahead = kAutoLookAhead,
+                                        .fetch_bytes_per_second = fetch,
+                                        .gather_bytes_per_second = gather})
+        .status()
+        .message();
+  };
+  const std::string missing =
+      "look_ahead is kAutoLookAhead, but the times to choose it from are missing; set recompute_seconds of "
+      "the slots, "
+      "fetch_bytes_per_second to spill and gather_bytes_per_second to partition, or set look_ahead to a "
+      "number";
+  EXPECT_EQ(message(kPartitionAndSpill, 1e9, 0, 1), "");
+  EXPECT_EQ(message(kPartitionAndSpill, 0, 1e9, 1), missing);
+  EXPECT_EQ(message(kPartitionAndSpill, 1e9, 0, 0), missing);
+  EXPECT_EQ(message(kPartition, 0, 1e9, 1), "");
+  EXPECT_EQ(message(kPartition, 1e9, 0, 1), missing);
+  EXPECT_EQ(message(kPartition, 0, 1e9, 0), missing);
+  EXPECT_EQ(message(kKeep, 0, 0, 0), "");
+}
+
+TEST(ActivationPlan, ItsFingerprintNamesEachFigure) {
+  std::vector<ActivationSlot> slots = chain(3, kPartitionAndSpill);
+  slots[0].placement = kKeep;
+  slots[1].shared = false;
+  slots[1].slot = 7;
+  slots[2].spill_fraction = 0.5;
+  slots[2].state_bytes = 16;
+  const ActivationPlan plan = plan_of(slots, {.ranks = 2,
+                                              .micro_batches = 3,
+                                              .look_ahead = 4,
+                                              .lease_limit = 5,
+                                              .staging_count = 6,
+                                              .tier = Tier::kFile,
+                                              .chunk_bytes = 512});
+  EXPECT_EQ(
+      plan.fingerprint_text(),
+      "tensor-parallel 2\nmicro-batches 3\nlook-ahead 4\nleases 5\nstaging-count 6\ntier nvme\nchunk 512\n"
+      "activation:0.0 1048576 bytes, shared, keep, spilled 0, state 0\n"
+      "activation:1.7 1048576 bytes, partition+spill, spilled 1048576, state 0\n"
+      "activation:2.0 1048576 bytes, shared, partition+spill, spilled 262144, state 16\n");
 }
 
 }  // namespace
