@@ -9,6 +9,7 @@
 #include <set>
 #include <string>
 #include <thread>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -420,7 +421,9 @@ TEST_F(ArenaTest, AFullDeviceIsReportedWithTheDevicesMessage) {
   EXPECT_EQ(refused.status().code(), StatusCode::kOutOfMemory);
   const std::string message = refused.status().message();
   EXPECT_NE(message.find("; the device says: "), std::string::npos) << message;
-  EXPECT_NE(message.find("end other programs that use the device's memory\n"), std::string::npos) << message;
+  EXPECT_NE(message.find("; free blocks, or end other programs that use the device's memory\n"),
+            std::string::npos)
+      << message;
 
   ASSERT_TRUE(backend_->free(other).ok());
   take(3 * kChunk);
@@ -516,12 +519,16 @@ TEST_F(ArenaTest, ReportsEachFigureInItsPlace) {
 // While a stream is captured nothing is mapped anew, however much is free.
 TEST_F(ArenaTest, OutOfMemoryDuringACaptureSaysSo) {
   const Capture capture = arena_->capture_begin(streams_[0]).value();
-  take(12 * kChunk);
+  take(10 * kChunk);
+  const DevicePtr between = take(2 * kChunk);
+  take(kChunk);
+  give(between);
 
-  const std::string message = arena_->allocate({.bytes = 5 * kChunk}).status().message();
+  const std::string message = arena_->allocate({.bytes = 4 * kChunk}).status().message();
   EXPECT_NE(
-      message.find("256.00 KiB not taken yet; end the capture, during which nothing is mapped anew, free "
-                   "blocks, or raise"),
+      message.find("128.00 KiB free now in pieces of at most 128.00 KiB, 0 B waiting for other streams, 0 B "
+                   "held but not mapped, 192.00 KiB not taken yet; end the capture, during which nothing is "
+                   "mapped anew, free blocks, or raise"),
       std::string::npos)
       << message;
   ASSERT_TRUE(arena_->capture_end(capture).ok());
@@ -562,6 +569,17 @@ TEST_F(ArenaTest, ReportsThatARequestCanNeverFit) {
             std::string::npos);
   remake(16 * kChunk, 256_MiB, 8 * kChunk);
   EXPECT_NE(refusal({.bytes = 9 * kChunk}).find("addresses for 512.00 KiB; reserve more"), std::string::npos);
+  // All there is would fit if nothing were live.
+  for (const auto& [limit, memory, reserve] : {std::tuple{16 * kChunk, 256_MiB, std::size_t{0}},
+                                               {std::size_t{0}, 16 * kChunk, std::size_t{0}},
+                                               {16 * kChunk, 256_MiB, 16 * kChunk}}) {
+    remake(limit, memory, reserve);
+    take(kChunk);
+    EXPECT_EQ(refusal({.bytes = 16 * kChunk})
+                  .find("cannot allocate 1.00 MiB for 'untagged': of the limit of 1.00 MiB,"),
+              0u)
+        << refusal({.bytes = 16 * kChunk});
+  }
 }
 
 // A message names the request, the finding and a remedy.
@@ -601,6 +619,9 @@ TEST_F(ArenaTest, RefusalsAreToldExactly) {
       {arena_->allocate({.bytes = 1, .alignment = 2 * kChunk}).status(),
        "cannot allocate with alignment 131072: " + alignment},
       {arena_->allocate({.bytes = 1, .region = Region{2}}).status(),
+       "cannot allocate in region 2: there is no such region; give Region::kPersistent or "
+       "Region::kTransient"},
+      {arena_->allocate({.bytes = 1, .alignment = kChunk, .region = Region{2}}).status(),
        "cannot allocate in region 2: there is no such region; give Region::kPersistent or "
        "Region::kTransient"},
       {arena_->slot_create(0, 0).status(),

@@ -714,7 +714,12 @@ TEST_F(ArenaViewsTest, ASnapshotTellsEachBlock) {
   ASSERT_EQ(snapshot.allocator_settings.size(), 3u);
   EXPECT_EQ(std::get<std::int64_t>(snapshot.allocator_settings[1].value), 8 * kChunk);
   EXPECT_EQ(std::get<std::int64_t>(snapshot.allocator_settings[2].value), kChunk);
+  // A segment that begins with a free block, or with a block of the host, is no stream's.
   give(first, streams_[0]);
+  EXPECT_EQ(arena_->snapshot().segments.at(0).stream, 0u);
+  const DevicePtr host = take(512);
+  for (const SnapshotSegment& each : arena_->snapshot().segments) EXPECT_EQ(each.stream, 0u);
+  give(host);
   give(third, streams_[1]);
 }
 
