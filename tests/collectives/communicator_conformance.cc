@@ -931,6 +931,72 @@ TEST_P(CommunicatorConformance, GroupedSumsAreThoseOfEachGroupAddedInTheirOrder)
   });
 }
 
+TEST_P(CommunicatorConformance, GroupedTrafficIsByRankOfTheWorld) {
+  if (size() != 4) GTEST_SKIP() << "two groups of two";
+  run([&](Member& member, int rank) {
+    const std::unique_ptr<Communicator> grouped =
+        value_or_throw(create_grouped_communicator(member.communicator(), {.group = 2}));
+    const std::byte* mine = member.allocate_filled(100, rank);
+    std::byte* gathered = member.allocate(400);
+    // Once across the groups, and then once within for each group.
+    for (int i = 0; i < 2; ++i) {
+      throw_if_error(grouped->all_gather(
+          {.source = mine, .target = gathered, .target_stride_bytes = 100, .bytes = 100}, member.stream()));
+    }
+    throw_if_error(member.finish());
+
+    EXPECT_EQ(grouped->traffic().sent_bytes, 600u);
+    EXPECT_EQ(grouped->traffic().received_bytes, 600u);
+    const std::vector<OperationTraffic> operations = grouped->operation_traffic();
+    ASSERT_EQ(operations.size(), 1u);
+    EXPECT_STREQ(operations[0].operation, "all_gather");
+    EXPECT_EQ(operations[0].count, 6u);
+    ASSERT_EQ(operations[0].peers.size(), 4u);
+    for (int peer = 0; peer < 4; ++peer) {
+      const std::uint64_t bytes = peer == (rank ^ 1) ? 400 : peer == (rank ^ 2) ? 200 : 0;
+      EXPECT_EQ(operations[0].peers[static_cast<std::size_t>(peer)].sent_bytes, bytes) << peer;
+      EXPECT_EQ(operations[0].peers[static_cast<std::size_t>(peer)].received_bytes, bytes) << peer;
+    }
+    throw_if_error(member.communicator().barrier());
+  });
+}
+
+TEST_P(CommunicatorConformance, GroupedOperationsOfNothingAreNotIssued) {
+  if (size() != 4) GTEST_SKIP() << "two groups of two";
+  run([&](Member& member, int) {
+    const std::unique_ptr<Communicator> grouped =
+        value_or_throw(create_grouped_communicator(member.communicator(), {.group = 2, .replicate = true}));
+    const std::size_t issued = grouped->last_operations().size();
+    throw_if_error(grouped->reduce_scatter({}, member.stream()));
+    throw_if_error(grouped->all_gather({}, member.stream()));
+
+    std::byte* memory = member.allocate(64);
+    const Status odd = grouped->reduce_scatter({.source = memory,
+                                                .source_stride_bytes = 16,
+                                                .count = 3,
+                                                .type = DataType::kFloat32,
+                                                .receive = memory,
+                                                .target = reinterpret_cast<float*>(memory),
+                                                .first = true},
+                                               member.stream());
+    EXPECT_EQ(
+        odd.message(),
+        "reduce_scatter: 3 elements are not a multiple of the 2 groups that add them; pad the slices to "
+        "one");
+    const Status null = grouped->reduce_scatter({.source = memory,
+                                                 .source_stride_bytes = 16,
+                                                 .count = 4,
+                                                 .type = DataType::kFloat32,
+                                                 .target = reinterpret_cast<float*>(memory),
+                                                 .first = true},
+                                                member.stream());
+    EXPECT_EQ(null.message(), "reduce_scatter: receive is null; give staging for 2 slices");
+
+    EXPECT_EQ(grouped->last_operations().size(), issued);
+    throw_if_error(member.communicator().barrier());
+  });
+}
+
 TEST_P(CommunicatorConformance, GroupsThatDoNotDivideTheRanksAreRefused) {
   run([&](Member& member, int) {
     for (const int group : {0, size() + 1}) {

@@ -806,7 +806,13 @@ TEST_F(HostAdam, RefusesWhatCannotBeAndChangesNothing) {
   EXPECT_EQ(m, std::vector<float>(8));
 
   EXPECT_FALSE(store_moments(nullptr, v.data(), 8, good.moments, MomentRounding::kNearest, 0, runner).ok());
-  EXPECT_FALSE(load_moments(good.moments, 8, m.data(), nullptr, runner).ok());
+  EXPECT_EQ(store_moments(m.data(), nullptr, 8, good.moments, MomentRounding::kNearest, 0, runner).message(),
+            "store_moments of 8 elements: the source of m or v is null; pass fp32 values");
+  EXPECT_TRUE(store_moments(nullptr, nullptr, 0, good.moments, MomentRounding::kNearest, 0, runner).ok());
+  EXPECT_EQ(load_moments(good.moments, 8, m.data(), nullptr, runner).message(),
+            "load_moments of 8 elements: the target of m or v is null; pass room for fp32 values");
+  EXPECT_FALSE(load_moments(good.moments, 8, nullptr, v.data(), runner).ok());
+  EXPECT_TRUE(load_moments(good.moments, 0, nullptr, nullptr, runner).ok());
   EXPECT_TRUE(host_adam(good, runner).ok());
 }
 

@@ -216,6 +216,21 @@ TEST(HostMuon, CutsAndInstructionSetsChangeNoBitOfAnUpdate) {
   EXPECT_EQ(results[0][3 * kCount], std::fma(0.05f, g - first, first));
 }
 
+TEST(Muon, CountsItsScratchAndItsWork) {
+  EXPECT_EQ(orthogonal_scratch_count(3, 5), 3u * 5 + 2 * 9);
+  EXPECT_EQ(orthogonal_scratch_count(5, 3), 5u * 3 + 2 * 9);
+  EXPECT_EQ(orthogonal_scratch_count(5, 1), 5u * 2 + 2);  // The sums of rows are in double.
+  EXPECT_DOUBLE_EQ(orthogonal_cost(8, 4), 5 * (1.5 * 8 * 16 + 0.5 * 64));
+  EXPECT_DOUBLE_EQ(orthogonal_cost(4, 8), orthogonal_cost(8, 4));
+}
+
+TEST(Muon, AStepGrowsWithTheShape) {
+  EXPECT_FLOAT_EQ(muon_step(0.1, 4, 1, false), -0.2f);
+  EXPECT_FLOAT_EQ(muon_step(0.1, 1, 4, false), -0.1f);
+  EXPECT_FLOAT_EQ(muon_step(0.1, 4, 1, true), -0.04f);
+  EXPECT_FLOAT_EQ(muon_step(0.1, 1, 25, true), -0.1f);
+}
+
 TEST(HostMuon, AMatrixOfZerosStaysOne) {
   const BlockRunner runner(1);
   for (const float value : orthogonal({20, 30}, std::vector<float>(600, 0.0f), runner)) {

@@ -406,6 +406,115 @@ TEST_F(KernelsTest, MisuseIsRefusedWithTheArgumentNamed) {
   finish(kernels->scale({values, values, 16, 1.0f, bf16, f32}, stream_));
 }
 
+// Arrays that touch do not overlap, and ranks, strides and steps begin and end where the header says.
+TEST_F(KernelsTest, ArgumentsAtTheirLimitsAreAccepted) {
+  const std::unique_ptr<Kernels> kernels = create(1);
+  alignas(16) float values[2048] = {};
+  const DataType f32 = DataType::kFloat32, bf16 = DataType::kBfloat16;
+  const auto* received = reinterpret_cast<const std::byte*>(values + 512);
+  const auto code = [](const Status& status) { return status.code(); };
+  constexpr StatusCode kRefused = StatusCode::kInvalidArgument;
+
+  finish(kernels->add({values, values + 16, 16, f32}, stream_));
+  finish(kernels->add({values + 16, values, 16, f32}, stream_));
+  finish(kernels->add({values, values, 16, f32}, stream_));
+  finish(kernels->cast({values, values + 16, 16, f32, bf16}, stream_));
+  finish(kernels->cast({values + 8, values, 16, f32, bf16}, stream_));
+  EXPECT_EQ(code(kernels->cast({values + 7, values, 16, f32, bf16}, stream_)), kRefused);
+  finish(kernels->scale({values, values, 16, 1.0f, f32, f32}, stream_));
+
+  finish(kernels->accumulate({values, received, 64, values + 64, 16, 2, 3, f32, true}, stream_));
+  EXPECT_EQ(code(kernels->accumulate({values, received, 64, values + 64, 16, -1, 3, f32, true}, stream_)),
+            kRefused);
+  EXPECT_EQ(code(kernels->accumulate({values, received, 64, values + 64, 16, 0, 0, f32, true}, stream_)),
+            kRefused);
+  const Status short_stride =
+      kernels->accumulate({values, received, 60, values + 64, 16, 0, 3, f32, true}, stream_);
+  EXPECT_EQ(short_stride.message(),
+            "accumulate of 16 fp32 elements from 3 ranks: received_stride_bytes is 60; pass a multiple of 4 "
+            "that is at least 64");
+  EXPECT_EQ(code(kernels->accumulate({values, received, 66, values + 64, 16, 0, 3, f32, true}, stream_)),
+            kRefused);
+}
+
+TEST_F(KernelsTest, AnUpdateNeedsAnOptimizerOfSingleElementsAndItsMoments) {
+  const std::unique_ptr<Kernels> kernels = create(1);
+  alignas(16) float g[4] = {}, p[4] = {}, m[4] = {};
+  AdamWArguments a = adamw_at_step(1, 1e-3, 0.0);
+  a.gradient = g;
+  a.master = p;
+  a.m = m;
+  a.count = 4;
+  EXPECT_EQ(kernels->adamw(a, stream_).message(),
+            "adamw of 4 elements: v is null; pass device memory, or count 0");
+  a.optimizer = Optimizer::kSgd;
+  finish(kernels->adamw(a, stream_));
+  a.optimizer = Optimizer::kAdafactor;
+  EXPECT_EQ(kernels->adamw(a, stream_).message(),
+            "adamw: optimizer is 4, which is no rule of single elements; pass adamw, adam, sgd or lion");
+}
+
+TEST_F(KernelsTest, ADecisionWithFiguresThatCannotBeIsRefused) {
+  const std::unique_ptr<Kernels> kernels = create(1);
+  StepState state;
+  double squares[6] = {}, scratch[6] = {}, used[6] = {};
+  std::uint32_t unit_used[3] = {};
+  const BiasCorrection corrections[1] = {{1.0f, 1.0f}};
+  StepControlArguments good{};
+  good.state = &state;
+  good.squares = squares;
+  good.scratch = scratch;
+  good.rank_stride = 3;
+  good.unit_count = 3;
+  good.rank_count = 2;
+  good.corrections = corrections;
+  good.first_step = 1;
+  good.correction_count = 1;
+  good.dynamic_loss_scale = true;
+  good.growth_interval = 1;
+  good.minimum_loss_scale = 1e-300;
+  finish(kernels->step_control(good, stream_));
+
+  const auto message = [&](const auto& change) {
+    StepControlArguments a = good;
+    change(a);
+    return kernels->step_control(a, stream_).message();
+  };
+  EXPECT_EQ(
+      message([](auto& a) { a.rank_count = 0; }),
+      "step_control of 3 units on 0 ranks, 3 doubles apart: pass 1 rank or more, and a rank_stride of at "
+      "least the units");
+  EXPECT_NE(message([](auto& a) { a.rank_stride = 2; }).find("2 doubles apart"), std::string::npos);
+  EXPECT_EQ(message([](auto& a) { a.clip = -1; }), "step_control: clip is -1; pass 0 for none, or more");
+  EXPECT_FALSE(message([](auto& a) { a.clip = std::nan(""); }).empty());
+  EXPECT_EQ(message([](auto& a) { a.growth_interval = 0; }),
+            "step_control: a growth interval of 0 and a smallest loss scale of 1e-300; pass 1 or more, and "
+            "more than 0");
+  EXPECT_FALSE(message([](auto& a) { a.minimum_loss_scale = 0; }).empty());
+  EXPECT_EQ(message([&](auto& a) { a.used = used; }),
+            "step_control: of used and unit_used one is null; pass both or neither");
+  EXPECT_EQ(message([&](auto& a) { a.unit_used = unit_used; }),
+            "step_control: of used and unit_used one is null; pass both or neither");
+  EXPECT_EQ(message([](auto& a) { a.correction_count = 0; }),
+            "step_control: 0 bias corrections from step 1; pass at least one, and steps from 1");
+  EXPECT_EQ(message([](auto& a) { a.first_step = 0; }),
+            "step_control: 1 bias corrections from step 0; pass at least one, and steps from 1");
+  StepControlArguments fixed = good;
+  fixed.dynamic_loss_scale = false;
+  fixed.growth_interval = 0;
+  finish(kernels->step_control(fixed, stream_));
+}
+
+TEST_F(KernelsTest, NothingToUpdateIsFine) {
+  const std::unique_ptr<Kernels> kernels = create(1);
+  const std::uint64_t before = backend_->call_count(HostCall::kLaunch);
+  AdamWArguments none = adamw_at_step(1, 1e-3, 0.0);
+  EXPECT_TRUE(kernels->adamw_controlled({none, nullptr, nullptr}, stream_).ok());
+  EXPECT_TRUE(kernels->update_kept({{none, {}}, nullptr, nullptr}, stream_).ok());
+  EXPECT_TRUE(kernels->orthogonalise({{nullptr, nullptr, 0, 3}, nullptr}, stream_).ok());
+  EXPECT_EQ(backend_->call_count(HostCall::kLaunch), before);
+}
+
 TEST_F(KernelsTest, CreateRefusesANegativeThreadCountAndPassesOnTheBackendsRefusal) {
   EXPECT_EQ(Kernels::create(*backend_, {.thread_count = -1}).status().code(), StatusCode::kInvalidArgument);
 
@@ -428,7 +537,7 @@ TEST_F(KernelsTest, AFailedLaunchIsReturned) {
 }
 
 TEST_F(KernelsTest, DescriptionNamesTheInstructionSetAndTheThreads) {
-  EXPECT_NE(std::string(create(1)->description()).find(", 1 thread"), std::string::npos);
+  EXPECT_TRUE(std::string(create(1)->description()).ends_with(", 1 thread"));
   EXPECT_EQ(std::string(create(1)->description()).rfind("host ", 0), 0u);
 }
 

@@ -122,6 +122,57 @@ TEST(LocalCommunicator, AModelledReduceScatterTakesTheTimeOfARing) {
   EXPECT_EQ(end, 1536us);  // 3 slices of 1024000 bytes at 2 GB/s.
 }
 
+TEST(LocalCommunicator, AModelledMessageTakesLatencyAndBytesOverBandwidth) {
+  const HostClock::Nanoseconds end =
+      run_virtual(2, {.latency = 5us, .bytes_per_second = 1e9}, [](Member& member, int rank) {
+        std::byte* memory = member.allocate(1'000'000);
+        ASSERT_TRUE((rank == 0 ? member.communicator().send(memory, 1'000'000, 1, 3, member.stream())
+                               : member.communicator().recv(memory, 1'000'000, 0, 3, member.stream()))
+                        .ok());
+        ASSERT_TRUE(member.finish().ok()) << member.finish().to_string();
+      });
+  EXPECT_EQ(end, 5us + 1ms);
+}
+
+TEST(LocalCommunicator, ADeadlineNearTheEndOfTimeIsNotOver) {
+  const auto never = std::chrono::duration_cast<std::chrono::milliseconds>(HostClock::kNever);
+  run_virtual(2, {.deadline = never - 1ms}, [&](Member& member, int rank) {
+    dynamic_cast<HostBackend&>(member.backend()).clock().sleep(rank == 0 ? 1h : 2h);
+    const Status status = member.communicator().barrier();
+    EXPECT_TRUE(status.ok()) << status.to_string();
+  });
+}
+
+TEST(LocalCommunicator, AScriptedFaultStrikesARankThatIsAlone) {
+  const Status cause(StatusCode::kIoError, "scripted");
+  run_virtual(1, {.fault = {.rank = 0, .operation = 0, .cause = cause}}, [&](Member& member, int) {
+    std::byte* source = member.allocate_filled(64, 0);
+    static_cast<void>(member.communicator().reduce_scatter({.source = source,
+                                                            .source_stride_bytes = 64,
+                                                            .count = 16,
+                                                            .type = DataType::kFloat32,
+                                                            .receive = member.allocate(64),
+                                                            .target = member.allocate<float>(16),
+                                                            .first = true},
+                                                           member.stream()));
+    EXPECT_EQ(member.finish().message(), "scripted");
+  });
+}
+
+TEST(LocalCommunicator, TheDeadDoNotSpeak) {
+  std::vector<Status> causes(2);
+  run_virtual(2, {.fault = {.rank = 1, .operation = 0, .kind = LocalFault::Kind::kDies}},
+              [&](Member& member, int rank) {
+                static_cast<void>(queue_gather(member, 2, 64));
+                static_cast<void>(member.finish());
+                if (rank == 1) member.communicator().abort(Status(StatusCode::kIoError, "from beyond"));
+                causes[static_cast<std::size_t>(rank)] = member.finish();
+              });
+  EXPECT_EQ(causes[0].code(), StatusCode::kPeerLost);
+  EXPECT_NE(causes[0].message().find("rank 1 has left the communicator"), std::string::npos)
+      << causes[0].message();
+}
+
 TEST(LocalCommunicator, ADeadlineCostsNoRealTimeOnAVirtualClock) {
   const auto start = std::chrono::steady_clock::now();
   std::vector<Status> causes(3);
@@ -182,8 +233,8 @@ TEST(LocalCommunicator, HandsOutEachRankOnce) {
   Member member(create_host_backend(0));
   const std::shared_ptr<LocalGroup> group = LocalGroup::create(2);
 
-  EXPECT_EQ(group->communicator(2, member.backend(), member.kernels()).status().code(),
-            StatusCode::kInvalidArgument);
+  EXPECT_EQ(group->communicator(2, member.backend(), member.kernels()).status().message(),
+            "a local group of 2 has no rank 2; ranks are 0..1");
   EXPECT_EQ(group->communicator(-1, member.backend(), member.kernels()).status().code(),
             StatusCode::kInvalidArgument);
   const auto first = group->communicator(0, member.backend(), member.kernels());
@@ -202,6 +253,12 @@ TEST(LocalCommunicator, ACallThatCannotBeQueuedFailsEveryRank) {
     }
     static_cast<void>(queue_gather(member, 3, 64));
     causes[static_cast<std::size_t>(rank)] = member.finish();
+    if (rank == 1) {
+      const std::vector<OperationRecord> records = member.communicator().last_operations();
+      ASSERT_EQ(records.size(), 1u);
+      EXPECT_EQ(records[0].state, OperationState::kFailed);
+    }
+    EXPECT_TRUE(member.communicator().operation_traffic().empty());
   });
   for (const Status& cause : causes) EXPECT_EQ(cause.message(), "rank 1: the queue is broken");
 }
