@@ -44,7 +44,7 @@ class MoverTest : public ::testing::Test {
   std::unique_ptr<PinnedPool> pool_;
   std::unique_ptr<StagingBuffers> buffers_;
   std::unique_ptr<Mover> mover_;
-  std::vector<std::string> failures_;  // Those that the mover has told of.
+  std::vector<std::string> failures_;  // Failures that the mover has told of.
 };
 
 TEST_F(MoverTest, BringsBackWhatItTookAway) {

@@ -249,7 +249,7 @@ TEST(HostBackend, QueuesNoMoreThanItsLimit) {
     queued = true;
   });
 
-  // Time for it to do what it must not do.
+  // The producer gets time to queue a third one.
   for (int i = 0; i < 2000; ++i) std::this_thread::yield();
 
   EXPECT_FALSE(queued);
