@@ -58,6 +58,7 @@ TEST(RepeatedName, IsFoundInTheOutermostObjectAlone) {
   EXPECT_EQ(repeated_name(R"({"a": {"x": 1, "x": 2}, "b" : ["a", "b"], "c": "a\"b"})", 3), std::nullopt);
   EXPECT_EQ(repeated_name(R"({"a": 1, "b": "a", "a": 2})", 2), "a");
   EXPECT_EQ(repeated_name(R"({"a": 1, "\u0061": 2})", 1), "a name");
+  EXPECT_EQ(repeated_name(R"({"a\"": 1, "b": 2, "a\"": 3})", 2), R"(a\")");
   EXPECT_EQ(repeated_name("{}", 0), std::nullopt);
 }
 

@@ -151,6 +151,15 @@ TEST(Text, BracketsOfBothKindsCloseWhatTheyOpen) {
   EXPECT_FALSE(is_nested_deeper("", 0));
 }
 
+TEST(Text, LinesAreFilledToTheirLastColumn) {
+  EXPECT_EQ(wrap_text("abc def ghi", 9, 2), "abc def\n  ghi");
+  EXPECT_EQ(wrap_text("abc def ghi", 8, 2), "abc\n  def\n  ghi");
+  EXPECT_EQ(wrap_text("abc  def", 20, 2), "abc  def") << "spaces within a line stay";
+  EXPECT_EQ(wrap_text("a\n\n  b c", 6, 2), "a\n\n    b\n    c") << "an empty line has no spaces";
+  EXPECT_EQ(wrap_text("longer than it", 4, 0), "longer\nthan\nit");
+  EXPECT_EQ(wrap_text("", 4, 2), "");
+}
+
 TEST(Text, TheNearestNameDiffersInAThirdOfItsLettersAtMost) {
   const std::vector<std::string> names = {"stage", "steps", "sequence"};
   EXPECT_EQ(nearest_name("stgae", names), "stage") << "two letters are swapped";
@@ -162,6 +171,7 @@ TEST(Text, TheNearestNameDiffersInAThirdOfItsLettersAtMost) {
       << "the first of two that are as near";
   EXPECT_EQ(nearest_name("", names), "");
   EXPECT_EQ(nearest_name("abcd", std::vector<std::string>{"badc"}), "");
+  EXPECT_EQ(nearest_name("stxce", std::vector<std::string>{"stcye"}), "") << "c has moved and x is y: two";
 }
 
 TEST(Units, AsksWhetherABareSmallNumberIsMeant) {

@@ -3,9 +3,12 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <cstdint>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <string>
+#include <vector>
 
 #include "tests/support/temporary_directory.h"
 
@@ -65,6 +68,24 @@ TEST_F(HostLimits, ReadsVersionOneOfControlGroups) {
 
   ASSERT_EQ(limits.size(), 1u);
   EXPECT_EQ(limits[0].bytes, 2147483648u);
+}
+
+// 2^60 bytes and more stand for none.
+TEST_F(HostLimits, AnEnormousLimitIsNone) {
+  for (const bool is_limit : {true, false}) {
+    write("proc/self/cgroup", "0::/\n");
+    write("cgroup/memory.max", is_limit ? "1152921504606846975\n" : "1152921504606846976\n");
+    write("proc/meminfo",
+          is_limit ? "MemAvailable: 1125899906842623 kB\n" : "MemAvailable: 1125899906842624 kB\n");
+    std::vector<std::uint64_t> bytes;
+    for (const HostLimit& limit : read()) bytes.push_back(limit.bytes);
+    if (is_limit) {
+      EXPECT_EQ(bytes.size(), 2u);
+      for (const std::uint64_t one : bytes) EXPECT_GE(one, (std::uint64_t{1} << 60) - 1024);
+    } else {
+      EXPECT_TRUE(bytes.empty());
+    }
+  }
 }
 
 TEST_F(HostLimits, ReadsFreeMemory) {

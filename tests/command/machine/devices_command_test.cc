@@ -144,7 +144,7 @@ forebay::DevicesReport printed_devices() {
   device.has_posix_fd = true;
   device.has_rdma = false;
   device.peer_ordinals = {1, 2};
-  device.numa_node = 1;
+  device.numa_node = 0;
   report.cuda.devices.push_back(device);
   device.ordinal = 4;
   device.granularity = 0;
@@ -188,7 +188,7 @@ TEST(DevicesPrint, EachFigureStandsInItsPlace) {
 cuda:3   NVIDIA H200, compute capability 9.1, 132 multiprocessors
          memory 100.00 MiB, 90.00 MiB free
          chunks are multiples of 2.00 MiB; as file descriptors: yes, GPUDirect RDMA: no
-         peers cuda:1 cuda:2; NUMA node 1; PCI 0000:C1:00.0
+         peers cuda:1 cuda:2; NUMA node 0; PCI 0000:C1:00.0
          GPU-1
 cuda:4   NVIDIA H200, compute capability 9.1, 132 multiprocessors
          memory 100.00 MiB, 90.00 MiB free
@@ -220,7 +220,7 @@ flash    /a: nvme0n1+nvme1n1 (NVMe), NUMA nodes 0-1, xfs, 70.00 MiB free, direct
 TEST(DevicesPrint, EachFigureHasItsKeyInJson) {
   EXPECT_EQ(Json::parse(forebay::devices_json(printed_devices())), Json::parse(R"(
 {"devices": [{"compute_capability": "9.1", "free_bytes": 94371840, "granularity_bytes": 2097152,
-              "memory_bytes": 104857600, "multiprocessor_count": 132, "name": "NVIDIA H200", "numa_node": 1,
+              "memory_bytes": 104857600, "multiprocessor_count": 132, "name": "NVIDIA H200", "numa_node": 0,
               "ordinal": 3, "pci_bus_id": "0000:C1:00.0", "peers": [1, 2], "posix_fd": true, "problem": null,
               "rdma": false, "uuid": "GPU-1"},
              {"compute_capability": "9.1", "free_bytes": 94371840, "granularity_bytes": 0,

@@ -1109,8 +1109,10 @@ TEST(ParseParameterCount, RefusesWhatIsNone) {
 
 TEST(MakePlanReport, RefusesBadOptionsForEveryPreset) {
   for (const Preset preset : {Preset::kForebay, Preset::kPaper, Preset::kDeepSpeed, Preset::kMegatron}) {
+    // One that the preset has formulas for.
+    const int stage = preset == Preset::kMegatron ? 1 : preset == Preset::kDeepSpeed ? 2 : 0;
     const auto code = [&](auto change) {
-      PlanRequest request = request_of({.preset = preset, .parameters = 1000});
+      PlanRequest request = request_of({.preset = preset, .parameters = 1000, .stage = stage});
       change(request);
       return make_plan_report(request).status().code();
     };
@@ -1121,8 +1123,37 @@ TEST(MakePlanReport, RefusesBadOptionsForEveryPreset) {
     EXPECT_EQ(code([](PlanRequest& r) { r.options.bucket_bytes = 0; }), StatusCode::kInvalidArgument);
     EXPECT_EQ(code([](PlanRequest& r) { r.parameters = 0; }), StatusCode::kInvalidArgument);
     EXPECT_EQ(code([](PlanRequest& r) { r.parameters = ~0ull; }), StatusCode::kInvalidArgument);
+    const StatusCode of_adam =
+        preset == Preset::kForebay || preset == Preset::kPaper ? StatusCode::kOk : StatusCode::kUnsupported;
+    EXPECT_EQ(code([](PlanRequest& r) { r.options.optimizer = Optimizer::kLion; }), of_adam);
+    EXPECT_EQ(code([](PlanRequest& r) { r.options.moments = MomentFormat::kBfloat16; }), of_adam);
+    EXPECT_EQ(code([](PlanRequest& r) { r.options.master_weights = false; }), of_adam);
+    EXPECT_EQ(code([](PlanRequest& r) { r.options.ema = 0.5; }), of_adam);
+    EXPECT_EQ(code([](PlanRequest&) {}), StatusCode::kOk);
     EXPECT_EQ(code([](PlanRequest& r) { r.options.stage = 2, r.options.accumulate = Accumulate::kLocal; }),
               StatusCode::kInvalidArgument);
+  }
+}
+
+// A plan of a number of parameters takes them for one unit, and counts what many would send and read.
+TEST(PlanReport, EachMicroStepGathersWithoutAShape) {
+  for (const int micro_steps : {1, 4}) {
+    const auto times = static_cast<std::uint64_t>(micro_steps);
+    PlanRequest request = request_of({.preset = Preset::kForebay,
+                                      .parameters = 1'000'000,
+                                      .ranks = 4,
+                                      .stage = 3,
+                                      .micro_steps = micro_steps});
+    const PlanReport report = make_plan_report(request).value();
+    EXPECT_EQ(report.wire.sent, times * 3 * 2 * 1'000'000 * 3 / 4);
+    EXPECT_EQ(report.wire.received, report.wire.sent);
+    request.options.offload = Offload::kOptimizerAndParameters;
+    request.options.tier = Tier::kFile;
+    const PlanReport files = make_plan_report(request).value();
+    const std::uint64_t parameters = files.file.read_per_step - files.file.optimizer;
+    EXPECT_EQ(parameters % (2 * times), 0u);
+    EXPECT_NEAR(static_cast<double>(parameters), static_cast<double>(2 * times * 2 * 1'000'000 / 4),
+                1e5 * static_cast<double>(times));
   }
 }
 

@@ -7,6 +7,7 @@
 
 #include "forebay/model_backend.h"
 #include "forebay/units.h"
+#include "runtime/command/replay/counting_backend.h"
 
 namespace forebay {
 namespace {
@@ -139,6 +140,53 @@ TEST_F(BaselineAllocatorTest, OnlyWholeSegmentsAreGivenBack) {
   ASSERT_TRUE(allocator_->free(b).ok());
   EXPECT_EQ(allocate(34_MiB), nullptr);
   EXPECT_EQ(backend_->charged_bytes(), 20_MiB);
+}
+
+TEST_F(BaselineAllocatorTest, TheLastBytesOfASegmentAreUsed) {
+  make(1_GiB);
+  const DevicePtr a = allocate(1_MiB);
+  ASSERT_EQ(allocate(1_MiB - 512), a + 1_MiB);
+  EXPECT_EQ(allocate(512), a + 2_MiB - 512);
+  EXPECT_EQ(backend_->charged_bytes(), 2_MiB);
+}
+
+TEST_F(BaselineAllocatorTest, JoinsTheRestOfABlockWithTheNext) {
+  make(1_GiB);
+  const DevicePtr a = allocate(4_MiB);
+  const DevicePtr b = allocate(8_MiB);
+  const DevicePtr c = allocate(8_MiB);
+  ASSERT_EQ(c, a + 12_MiB);
+  ASSERT_TRUE(allocator_->free(b).ok());
+  ASSERT_EQ(allocate(4_MiB), b);
+  ASSERT_TRUE(allocator_->free(c).ok());
+  EXPECT_EQ(allocate(12_MiB), b + 4_MiB);
+  EXPECT_EQ(backend_->charged_bytes(), 20_MiB);
+}
+
+TEST(CountingBackendTest, CountsCallsAndTheBytesHeld) {
+  const auto below = ModelBackend::create({.memory_bytes = 64_MiB}).value();
+  CountingBackend backend(*below);
+  const DevicePtr block = backend.alloc(4_MiB).value();
+  const Chunk chunk = backend.chunk_create(2_MiB).value();
+  EXPECT_FALSE(backend.alloc(64_MiB).ok());
+  EXPECT_FALSE(backend.chunk_create(64_MiB).ok());
+  EXPECT_EQ(backend.held_bytes(), 6_MiB);
+  EXPECT_TRUE(backend.chunk_destroy(chunk).ok());
+  EXPECT_EQ(backend.held_bytes(), 4_MiB);
+  EXPECT_EQ(backend.peak_held_bytes(), 6_MiB);
+  backend.reset_peak();
+  EXPECT_EQ(backend.peak_held_bytes(), 4_MiB);
+  EXPECT_TRUE(backend.free(block).ok());
+  EXPECT_EQ(backend.held_bytes(), 0u);
+  EXPECT_EQ(backend.peak_held_bytes(), 4_MiB);
+  const DriverCalls calls = backend.calls();
+  EXPECT_EQ(calls.create, 2u);
+  EXPECT_EQ(calls.destroy, 1u);
+  EXPECT_EQ(calls.alloc, 2u);
+  EXPECT_EQ(calls.free, 1u);
+  EXPECT_EQ(calls.map + calls.unmap + calls.set_access, 0u);
+  EXPECT_EQ(backend.call_count(), 6u);
+  EXPECT_EQ(backend.call_ns(), 0u);
 }
 
 }  // namespace

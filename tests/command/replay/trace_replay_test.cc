@@ -348,6 +348,17 @@ a.trace: the last repeat made driver calls because the arena gave up 26 mappings
 )");
 }
 
+TEST(ReplayReport, ANameFillsItsColumn) {
+  ReplayReport report = printed_replay();
+  for (const std::string name : {"abcdefghijklmnopqrstuvwxy.trac", "-abcdefghijklmnopqrstuvwxy.trac"}) {
+    report.trace = name;
+    const std::string text = replay_text({report});
+    EXPECT_NE(text.find("\n" + (name.size() == 30 ? name : "...defghijklmnopqrstuvwxy.trac") + " arena "),
+              std::string::npos)
+        << text;
+  }
+}
+
 TEST(ReplayReport, FiguresThatThereAreNotAreDashes) {
   ReplayReport report = printed_replay();
   report.passes = 5;

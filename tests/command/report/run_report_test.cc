@@ -456,6 +456,55 @@ Not compared: not the same training (world_size 8 / 4, steps 9 / 2, micro_steps 
 )");
 }
 
+TEST(RunReport, FiguresAreThoseOfTheWorstRank) {
+  nlohmann::json json = nlohmann::json::parse(kWholeReport);
+  const nlohmann::json whole = json;
+  nlohmann::json none = json.at("ranks").at(0).flatten();
+  for (auto& figure : none) {
+    if (figure.is_number()) figure = 0;
+  }
+  const auto table = [](const nlohmann::json& report) {
+    std::ostringstream text;
+    print_report_table(text, {read_text(report.dump())});
+    print_report_json(text, {read_text(report.dump())});
+    return text.str();
+  };
+  const std::string alone = table(whole);
+  json.at("ranks").push_back(none.unflatten());
+  EXPECT_EQ(table(json), alone);
+  std::swap(json.at("ranks").at(0), json.at("ranks").at(1));
+  EXPECT_EQ(table(json), alone);
+}
+
+TEST(RunReport, OneRunIsNotComparedAndPartsThatThereAreNotAreNone) {
+  RunReport run = example(0);
+  run.world_size = 1;
+  run.pipeline_parallel = 1;
+  run.tier = "nvme";
+  run.saved_file = {.measured = 5, .planned = 7};
+  std::ostringstream table;
+  print_report_table(table, {run});
+  EXPECT_EQ(
+      table.str(),
+      R"(1,000,000 parameters, bf16, 1 rank, 2 steps. Bytes are those of the worst rank; wire is per step.
+
+stage  states measured  planned     formula  gathered  buckets  wire / theory  tokens/s  final loss
+0                    0        0  16,000,000         0        0           none         0    5.250000
+
+stage        digest
+0      0123456789ab
+
+stage  tensor-parallel  its wire / theory  recompute  activations  saved on device / planned
+0                    1               none       none         keep                      0 / 0
+
+stage  on host / planned  in files / planned  gathers' wire / planned  of tensor's
+0                  0 / 0               5 / 7                    0 / 0            -
+
+stage  pipeline-parallel  its wire
+0                      1         0
+)");
+}
+
 TEST(RunReport, EachFigureHasItsKeyInJson) {
   std::ostringstream json;
 

@@ -491,6 +491,45 @@ TEST(Simulation, EachFigureIsWhatItWas) {
       R"(backward 2.1243, forward 1.0997, update on the device* 3.8366, gradient reductions* 1.0586, parameter gathers* 0.7361, decision and host* 0.25748, offload copies* 0.007506; busy 0.8855 0.0000 0.0000 0.1909 0.0000; sent 609472896, tokens 8192, device 2202009600 of 85496692736, host 0 of 274877906944, files 0, stage 0, model TFLOPs 1.3024, with recomputation 1.3024, peak 989)");
 }
 
+TEST(Simulation, AChangeIsOfThePartThatItNames) {
+  SimulationRequest request = small(16, 1);
+  request.options.offload = Offload::kOptimizer;
+  request.options.tier = Tier::kFile;
+  const auto changed = [&](const std::string& name) {
+    for (const SimulatedChange& change : value_or_throw(simulate_changes(request))) {
+      if (change.change == name) return change.step_seconds;
+    }
+    return 0.0;
+  };
+  const auto with = [&](void (*apply)(ClusterDescription & cluster)) {
+    SimulationRequest other = request;
+    apply(other.cluster);
+    return step_seconds(other);
+  };
+  request.cluster.drive_write_bytes_per_second /= 8;
+  EXPECT_EQ(changed("twice the drives"), with([](ClusterDescription& c) {
+              c.drive_read_bytes_per_second *= 2;
+              c.drive_write_bytes_per_second *= 2;
+            }));
+  request.cluster.control_seconds = 1e-3;
+  EXPECT_EQ(changed("links without latency"), with([](ClusterDescription& c) {
+              for (LinkDescription& link : c.links) link.latency_seconds = link.message_seconds = 0;
+              c.control_seconds = 0;
+            }));
+  EXPECT_EQ(changed("kernels without gaps and launches"),
+            with([](ClusterDescription& c) { c.device.kernel_seconds = c.device.queue_seconds = 0; }));
+}
+
+TEST(Simulation, AMemoryLimitBeyondTheDeviceIsTheDevice) {
+  SimulationRequest request = small(1, 0);
+  request.options.room_bytes = 0;
+  const std::uint64_t device = request.cluster.device.memory_bytes;
+  request.options.memory_bytes = device + 1;
+  EXPECT_EQ(value_or_throw(simulate(request)).device_bytes, device);
+  request.options.memory_bytes = device - 1;
+  EXPECT_EQ(value_or_throw(simulate(request)).device_bytes, device - 1);
+}
+
 TEST(Simulation, ChangesAreThoseThatTheRequestCanHave) {
   const auto names = [](const SimulationRequest& request) {
     std::vector<std::string> names;
