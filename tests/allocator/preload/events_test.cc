@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <fstream>
 #include <functional>
@@ -674,6 +675,24 @@ TEST_F(EventFile, InvalidContentsAreRefused) {
     EXPECT_EQ(read().status().code(), one.is_sound ? StatusCode::kOk : StatusCode::kCorruption);
   }
   EXPECT_EQ(read_preload_events(directory_ / "none.events").status().code(), StatusCode::kIoError);
+}
+
+TEST_F(EventFile, HasTheTimesOfItsProcess) {
+  const Result<PreloadEventLog> log = read();
+  ASSERT_TRUE(log.ok()) << log.status().message();
+  const auto now_us = static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::microseconds>(
+                                                     std::chrono::system_clock::now().time_since_epoch())
+                                                     .count());
+  constexpr std::uint64_t kHourUs = 3'600'000'000;
+  EXPECT_LE(log.value().start_us, now_us);
+  EXPECT_GT(log.value().start_us + kHourUs, now_us);
+  std::uint64_t before = 0;
+  for (const PreloadEvent& event : log.value().events) {
+    EXPECT_GE(event.time_ns, before);
+    before = event.time_ns;
+  }
+  EXPECT_GT(before, 0u);
+  EXPECT_LT(before / 1000, kHourUs);
 }
 
 // Each figure is one that no other has.

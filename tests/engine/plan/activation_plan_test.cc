@@ -321,6 +321,19 @@ TEST(ActivationPlan, HasABufferForEachActivationThatIsReadAtOnce) {
   EXPECT_EQ(plan.gathered_buffer_bytes, 1024u);
   EXPECT_EQ(plan.kept_bytes, 10u * 512);
   EXPECT_EQ(plan.reserved_bytes, 8192u);
+  // The largest one decides, wherever it is.
+  for (const int largest : {0, 1, 2}) {
+    std::vector<ActivationSlot> slots = chain(3, kPartitionAndSpill, 1000);
+    slots[static_cast<std::size_t>(largest)].bytes = 3000;
+    const ActivationPlan mixed = plan_of(slots, {.ranks = 2});
+    EXPECT_EQ(mixed.gathered_buffer_bytes, 3072u) << largest;
+    EXPECT_EQ(mixed.staging_buffer_bytes, 1536u) << largest;
+  }
+  // No more is spilled than there is.
+  const ActivationPlan alone = plan_of(chain(1, kPartitionAndSpill, 1000), {});
+  EXPECT_EQ(alone.places[0].spilled_bytes, 1000u);
+  EXPECT_EQ(alone.places[0].kept_bytes, 0u);
+  EXPECT_EQ(alone.host_spilled_bytes, 1024u);
   const ActivationPlan odd = plan_of(chain(3, kPartitionAndSpill, 1001), {.ranks = 2, .tier = Tier::kFile});
   EXPECT_EQ(odd.spilled_bytes_per_micro_batch, 3u * 512);
   EXPECT_EQ(odd.staging_buffer_bytes, 512u);
