@@ -814,6 +814,14 @@ TEST_F(HostAdam, RefusesWhatCannotBeAndChangesNothing) {
   EXPECT_FALSE(load_moments(good.moments, 8, nullptr, v.data(), runner).ok());
   EXPECT_TRUE(load_moments(good.moments, 0, nullptr, nullptr, runner).ok());
   EXPECT_TRUE(host_adam(good, runner).ok());
+
+  // An optimizer without v needs none, in no format.
+  HostAdamArguments sgd = good;
+  sgd.update.optimizer = Optimizer::kSgd;
+  sgd.moments.v = nullptr;
+  EXPECT_TRUE(host_adam(sgd, runner).ok());
+  sgd.moments = {MomentFormat::kBlock8, m.data(), nullptr, exponents.data(), nullptr};
+  EXPECT_TRUE(host_adam(sgd, runner).ok());
 }
 
 // --- BlockRunner ---
@@ -862,6 +870,10 @@ TEST(BlockRunner, RefusesProcessorsThatAreNotThere) {
   EXPECT_FALSE(BlockRunner::create_on(negative).ok());
   EXPECT_FALSE(BlockRunner::create_on(large).ok());
   EXPECT_FALSE(BlockRunner::create_on(twice).ok());
+#if !defined(__SANITIZE_THREAD__)
+  const int one[] = {processor};
+  EXPECT_EQ(BlockRunner::create_on(one, 3).value()->thread_count(), 3);
+#endif
 }
 
 }  // namespace

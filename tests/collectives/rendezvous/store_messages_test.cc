@@ -263,6 +263,9 @@ TEST(StoreBook, SaysWhoIsRefused) {
   EXPECT_EQ(doubt(),
             "refused 2 connections, the last from 10.0.0.3: rank 1 at 10.0.0.3 is of the run \"third\"");
 
+  EXPECT_FALSE(book.greet(greeting_of(1, "fourth"), std::string(5000, 'x')).ok());
+  EXPECT_EQ(doubt().size(), kDoubtBytesMax);
+
   EXPECT_TRUE(book.greet(greeting_of(0), "10.0.0.1").ok());
   EXPECT_TRUE(book.greet(greeting_of(1), "10.0.0.2").ok());
   EXPECT_EQ(
