@@ -5,6 +5,7 @@
 
 #include <map>
 
+#include "collectives/rendezvous/introduction.h"
 #include "collectives/rendezvous/wait_monitor.h"
 
 namespace forebay::internal {
