@@ -250,7 +250,14 @@ TEST(PreloadProcess, ARecordIdentifiesItsProcess) {
 // The variables of launchers, the first valid one of which counts.
 TEST(PreloadProcess, ARecordHasTheRankThatTheLauncherSet) {
   const std::pair<Process::Variables, int> cases[] = {
-      {{}, -1},
+      {{{"RANK", ""},
+        {"OMPI_COMM_WORLD_RANK", ""},
+        {"MV2_COMM_WORLD_RANK", ""},
+        {"JSM_NAMESPACE_RANK", ""},
+        {"FLUX_TASK_RANK", ""},
+        {"PMI_RANK", ""},
+        {"SLURM_PROCID", ""}},
+       -1},
       {{{"RANK", "3"}, {"OMPI_COMM_WORLD_RANK", "4"}}, 3},
       {{{"RANK", ""}, {"OMPI_COMM_WORLD_RANK", "4"}, {"MV2_COMM_WORLD_RANK", "5"}}, 4},
       {{{"RANK", "x"}, {"MV2_COMM_WORLD_RANK", "5"}, {"JSM_NAMESPACE_RANK", "6"}}, 5},
