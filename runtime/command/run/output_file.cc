@@ -184,7 +184,7 @@ Status overwrite_run_text(const std::string& path, const std::string& text) {
   if (written.ok() && ::ftruncate(file, static_cast<off_t>(text.size())) != 0) {
     written = Status(StatusCode::kIoError, std::strerror(errno));
   }
-  ::close(file);
+  if (::close(file) != 0 && written.ok()) written = Status(StatusCode::kIoError, std::strerror(errno));
   return written.ok() ? Status() : cannot_write(path, written.message());
 }
 

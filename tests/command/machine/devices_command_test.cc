@@ -70,7 +70,7 @@ TEST(DevicesCommand, PlacesTheDevicesOfAMachineWithTwoNodes) {
   const Json topology = Json::parse(finished.output).at("topology");
   EXPECT_EQ(topology.at("usable_processors"), "0-7");
   ASSERT_EQ(topology.at("nodes").size(), 2u);
-  EXPECT_EQ(topology.at("nodes").at(1).at("distances"), Json::array({21, 10}));
+  EXPECT_EQ(topology.at("nodes").at(1).at("distances"), Json::array({22, 10}));
   ASSERT_EQ(topology.at("placements").size(), 4u);
   const char* const processors[] = {"0-1", "2-3", "4-5", "6-7"};
   for (int i = 0; i < 4; ++i) {

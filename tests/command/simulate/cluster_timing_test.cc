@@ -43,7 +43,7 @@ ClusterDescription round_cluster() {
 }
 
 // The seconds that `work` takes of one resource.
-double seconds_of(const ModelWork& work, int resource) {
+double seconds_on(const ModelWork& work, int resource) {
   double seconds = 0;
   for (std::size_t i = 0; i < work.part_count; ++i)
     seconds += work.parts[i].resource == resource ? work.parts[i].seconds : 0;
@@ -53,19 +53,19 @@ double seconds_of(const ModelWork& work, int resource) {
 TEST(ClusterTiming, KernelsAndCopiesMoveTheirBytes) {
   const ClusterTiming timing(round_cluster(), DataType::kBfloat16);
   const ModelWork kernel = timing.kernel("kernel", 500);
-  EXPECT_DOUBLE_EQ(seconds_of(kernel, kComputeResource), 0.5);
+  EXPECT_DOUBLE_EQ(seconds_on(kernel, kComputeResource), 0.5);
   EXPECT_EQ(kernel.delay_seconds, 0.125);
-  EXPECT_DOUBLE_EQ(seconds_of(timing.fill(250), kComputeResource), 0.25);
+  EXPECT_DOUBLE_EQ(seconds_on(timing.fill(250), kComputeResource), 0.25);
   // Read and written.
-  EXPECT_DOUBLE_EQ(seconds_of(timing.copy(ModelCopy::kOnDevice, 500), kComputeResource), 1);
-  EXPECT_DOUBLE_EQ(seconds_of(timing.copy(ModelCopy::kOnHost, 500), kHostMemoryResource), 2);
+  EXPECT_DOUBLE_EQ(seconds_on(timing.copy(ModelCopy::kOnDevice, 500), kComputeResource), 1);
+  EXPECT_DOUBLE_EQ(seconds_on(timing.copy(ModelCopy::kOnHost, 500), kHostMemoryResource), 2);
   const ModelWork up = timing.copy(ModelCopy::kToDevice, 600);
-  EXPECT_DOUBLE_EQ(seconds_of(up, kBusUpResource), 2);
-  EXPECT_DOUBLE_EQ(seconds_of(up, kBusDownResource), 0);
-  EXPECT_DOUBLE_EQ(seconds_of(up, kHostMemoryResource), 1.2);
+  EXPECT_DOUBLE_EQ(seconds_on(up, kBusUpResource), 2);
+  EXPECT_DOUBLE_EQ(seconds_on(up, kBusDownResource), 0);
+  EXPECT_DOUBLE_EQ(seconds_on(up, kHostMemoryResource), 1.2);
   const ModelWork down = timing.copy(ModelCopy::kToHost, 600);
-  EXPECT_DOUBLE_EQ(seconds_of(down, kBusDownResource), 2);
-  EXPECT_DOUBLE_EQ(seconds_of(down, kBusUpResource), 0);
+  EXPECT_DOUBLE_EQ(seconds_on(down, kBusDownResource), 2);
+  EXPECT_DOUBLE_EQ(seconds_on(down, kBusUpResource), 0);
   EXPECT_EQ(timing.queue_time(), std::chrono::microseconds(62'500));
 }
 
@@ -74,26 +74,26 @@ TEST(ClusterTiming, SharedProcessorsDoAllWorkOfAHost) {
   cluster.shared_processors = true;
   const ClusterTiming timing(cluster, DataType::kBfloat16);
   const ModelWork up = timing.copy(ModelCopy::kToDevice, 600);
-  EXPECT_DOUBLE_EQ(seconds_of(up, kComputeResource), 2);
-  EXPECT_DOUBLE_EQ(seconds_of(up, kHostMemoryResource), 0);
-  EXPECT_DOUBLE_EQ(seconds_of(timing.host_pass(500), kComputeResource), 1);
-  EXPECT_DOUBLE_EQ(seconds_of(timing.host_update(50), kComputeResource), 2.8);
+  EXPECT_DOUBLE_EQ(seconds_on(up, kComputeResource), 2);
+  EXPECT_DOUBLE_EQ(seconds_on(up, kHostMemoryResource), 0);
+  EXPECT_DOUBLE_EQ(seconds_on(timing.host_pass(500), kComputeResource), 1);
+  EXPECT_DOUBLE_EQ(seconds_on(timing.host_update(50), kComputeResource), 2.8);
 }
 
 TEST(ClusterTiming, ProductsTakeTheSlowerOfArithmeticAndMemory) {
   ClusterDescription cluster = round_cluster();
   const ClusterTiming timing(cluster, DataType::kBfloat16);
   // 2 * 100^3 operations at half of 1e6 a second; 3 * 100^2 elements of 2 bytes at 1000 a second.
-  EXPECT_DOUBLE_EQ(seconds_of(timing.product("p", 100, 100, 100, 1), kComputeResource), 60);
+  EXPECT_DOUBLE_EQ(seconds_on(timing.product("p", 100, 100, 100, 1), kComputeResource), 60);
   cluster.device.memory_bytes_per_second = 4e9;
   const ClusterTiming fast(cluster, DataType::kBfloat16);
-  EXPECT_DOUBLE_EQ(seconds_of(fast.product("p", 100, 100, 100, 3), kComputeResource), 12);
-  EXPECT_DOUBLE_EQ(seconds_of(fast.product("p", 100, 100, 100, 3, 0.5), kComputeResource), 24);
+  EXPECT_DOUBLE_EQ(seconds_on(fast.product("p", 100, 100, 100, 3), kComputeResource), 12);
+  EXPECT_DOUBLE_EQ(seconds_on(fast.product("p", 100, 100, 100, 3, 0.5), kComputeResource), 24);
   // Without a figure for fp32, that of the slowest type.
-  EXPECT_DOUBLE_EQ(seconds_of(fast.fp32_products("p", 100, 100, 100, 3), kComputeResource), 24);
+  EXPECT_DOUBLE_EQ(seconds_on(fast.fp32_products("p", 100, 100, 100, 3), kComputeResource), 24);
   cluster.device.flops[DataType::kFloat32] = 3e6;
   EXPECT_DOUBLE_EQ(
-      seconds_of(ClusterTiming(cluster, DataType::kBfloat16).fp32_products("p", 100, 100, 100, 3),
+      seconds_on(ClusterTiming(cluster, DataType::kBfloat16).fp32_products("p", 100, 100, 100, 3),
                  kComputeResource),
       4);
 }
@@ -101,7 +101,7 @@ TEST(ClusterTiming, ProductsTakeTheSlowerOfArithmeticAndMemory) {
 TEST(ClusterTiming, HostUpdatesMoveStatesGradientsAndParameters) {
   const ClusterDescription cluster = round_cluster();
   EXPECT_DOUBLE_EQ(
-      seconds_of(ClusterTiming(cluster, DataType::kBfloat16).host_update(50), kHostMemoryResource),
+      seconds_on(ClusterTiming(cluster, DataType::kBfloat16).host_update(50), kHostMemoryResource),
       50 * (24 + 2 * 2) / 500.0);
 }
 
