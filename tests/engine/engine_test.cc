@@ -850,7 +850,8 @@ TEST(Engine, RefusesValuesOutOfRange) {
     EXPECT_TRUE(refused([=](ToyOptions& o) { o.groups[1].lr = value; })) << value;
     EXPECT_TRUE(refused([=](ToyOptions& o) { o.groups[1].weight_decay = value; })) << value;
   }
-  EXPECT_TRUE(refused([](ToyOptions& o) { o.clip = -1; }));
+  for (const double value : {-1.0, std::nan("")})
+    EXPECT_TRUE(refused([=](ToyOptions& o) { o.clip = value; })) << value;
   run_ranks(1, {}, [&](Rank& rank) {
     const ToyOptions options = options_for(3, DataType::kFloat32, 1);
     ToyTrainer trainer(options, rank);

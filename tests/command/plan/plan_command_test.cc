@@ -749,7 +749,9 @@ TEST(PlanCommand, FindsTheLargestModelAndBatch) {
   const Outcome largest = plan(rest + "--layers 12 --largest --json");
   ASSERT_EQ(largest.exit_code, 0) << largest.output;
   std::uint64_t before = 0;
-  for (const Json& one : Json::parse(largest.output).at("stages")) {
+  const Json json = Json::parse(largest.output);
+  ASSERT_EQ(json.at("stages").size(), 4u);
+  for (const Json& one : json.at("stages")) {
     const std::string stage = "--stage " + std::to_string(one.at("stage").get<int>()) + " ";
     const auto layers = one.at("layers").get<std::uint64_t>();
     const auto batch = one.at("batch").get<std::uint64_t>();
