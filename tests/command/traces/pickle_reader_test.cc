@@ -169,7 +169,8 @@ TEST(PickleReader, RefusesWhatIsCutOffOrOutOfOrder) {
   expect_contains(refusal(PickleWriter().raw("Nr").number(1 << 30, 4).finish()), "far beyond");
   expect_contains(refusal(PickleWriter().raw("N(s").finish()), "");
   for (const int protocol : {1, 6, 9})
-    expect_contains(refusal(PickleWriter(protocol).raw("N").finish()), "protocol " + std::to_string(protocol));
+    expect_contains(refusal(PickleWriter(protocol).raw("N").finish()),
+                    "protocol " + std::to_string(protocol));
   for (const int protocol : {2, 5}) {
     const Result<Pickle> read = Pickle::read(PickleWriter(protocol).raw("N").finish());
     EXPECT_TRUE(read.ok()) << read.status().message();
