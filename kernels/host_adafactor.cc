@@ -260,11 +260,6 @@ void parameter_squares(const ParameterSquaresArguments& a, const BlockRunner& ru
       });
 }
 
-float adafactor_step(double lr, std::uint64_t step, std::uint64_t count, double parameter_squares,
-                     double update_squares) {
-  return definitions::adafactor_step(lr, step, count, parameter_squares, update_squares);
-}
-
 void adafactor_step(const AdafactorStepArguments& a, const BlockRunner&) {
   double sums[2] = {};
   for (std::uint64_t rank = 0; rank < a.rank_count; ++rank) {

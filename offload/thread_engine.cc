@@ -10,6 +10,7 @@
 #include <thread>
 #include <utility>
 
+#include "forebay/units.h"
 #include "offload/io_engine.h"
 
 namespace forebay::internal {
@@ -55,9 +56,7 @@ class ThreadEngine final : public IoEngine {
 
   std::uint64_t register_memory(std::byte*, std::size_t) override { return 0; }
 
-  std::string description() const override {
-    return std::to_string(threads_.size()) + (threads_.size() == 1 ? " thread" : " threads");
-  }
+  std::string description() const override { return format_count(threads_.size(), "thread"); }
 
  private:
   void work() {

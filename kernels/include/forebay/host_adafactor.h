@@ -4,8 +4,6 @@
 // when a function returns.
 #pragma once
 
-#include <cstdint>
-
 #include "forebay/adafactor.h"
 #include "forebay/block_runner.h"
 #include "forebay/kernels.h"
@@ -21,9 +19,5 @@ void parameter_squares(const ParameterSquaresArguments& arguments, const BlockRu
 void adafactor_step(const AdafactorStepArguments& arguments, const BlockRunner& runner);
 void factored_update(const FactoredUpdateArguments& arguments, const BlockRunner& runner);
 void keep_factors(const KeepFactorsArguments& arguments, const BlockRunner& runner);
-
-// The factor of u, from the sums of all ranks over the `count` elements.
-float adafactor_step(double lr, std::uint64_t step, std::uint64_t count, double parameter_squares,
-                     double update_squares);
 
 }  // namespace forebay

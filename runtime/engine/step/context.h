@@ -105,11 +105,10 @@ struct StepContext {
     // On the device: the factor of u and then the means of the new row factors, by matrix. Elements from the
     // start of factor_scalars.
     std::uint64_t scalars_at = 0;
-    // Offloaded: the same means, the sum of squares of this rank's masters, and the sums of all ranks:
-    // masters, then updates. A unit on the device has all sums there.
+    // Offloaded: the same means, and the sum of squares of this rank's masters. A unit on the device has
+    // these there.
     std::vector<float> row_means = {};
     double squares = 0.0;
-    std::array<double, 2> all_squares{};
   };
 
   // Where a unit lies on this rank. The updated range is the part of the trainable section that this rank

@@ -177,18 +177,24 @@ FactoredRun FactoredMoments::run_of(const Run& run, const StepContext::Factored&
   return result;
 }
 
+AdafactorStepArguments FactoredMoments::step_from(const double* squares, const StepContext::Factored& p,
+                                                  const GroupHyperparameters& group) const {
+  AdafactorStepArguments step;
+  step.squares = squares + plan_.square_count;
+  step.rank_stride = plan_.square_count;
+  step.rank_count = static_cast<std::uint64_t>(context_.ranks());
+  step.lr = group.lr;
+  step.count = p.shape.count();
+  return step;
+}
+
 void FactoredMoments::queue_update(int index, const StepContext::Segment& segment,
                                    const KeptUpdateArguments& kept, const GroupHyperparameters& group) {
   const Unit& u = unit(index);
   const std::size_t number = u.factored_index[segment.parameter];
   const StepContext::Factored& p = u.factored[number];
   const EngineStream& stream = updater_.device_stream();
-  AdafactorStepArguments step;
-  step.squares = squares_of(u, number) + plan_.square_count;
-  step.rank_stride = plan_.square_count;
-  step.rank_count = static_cast<std::uint64_t>(context_.ranks());
-  step.lr = group.lr;
-  step.count = p.shape.count();
+  AdafactorStepArguments step = step_from(squares_of(u, number), p, group);
   step.step = step_of(p);
   must(kernels_.adafactor_step({step, decision_.on_device()}, stream));
   FactoredUpdateArguments a;
@@ -273,24 +279,16 @@ void FactoredMoments::renew(int index) {
 
 void FactoredMoments::begin_update(int index) {
   Unit& u = unit(index);
-  const double* const all = context_.host_squares + plan_.square_count + u.squares_at;
-  for (std::size_t i = 0; i < u.factored.size(); ++i) {
-    StepContext::Factored& p = u.factored[i];
-    if (u.fixed[p.parameter]) continue;
-    p.all_squares = {};
-    for (std::uint64_t r = 0; r < static_cast<std::uint64_t>(context_.ranks()); ++r) {
-      const double* const theirs = all + r * plan_.square_count + 2 * i;
-      p.all_squares[0] = p.all_squares[0] + theirs[0];
-      p.all_squares[1] = p.all_squares[1] + theirs[1];
-    }
-    p.squares = 0.0;
+  for (StepContext::Factored& p : u.factored) {
+    if (!u.fixed[p.parameter]) p.squares = 0.0;
   }
 }
 
 void FactoredMoments::update(const Run& run, const KeptUpdateArguments& kept,
                              const GroupHyperparameters& group) {
   const Unit& u = unit(run.unit);
-  const StepContext::Factored& p = u.factored[u.factored_index[run.parameter]];
+  const std::size_t number = u.factored_index[run.parameter];
+  const StepContext::Factored& p = u.factored[number];
   FactoredUpdateArguments a;
   static_cast<MasterMove&>(a) = move_of(kept);
   a.run = run_of(run, p);
@@ -298,7 +296,10 @@ void FactoredMoments::update(const Run& run, const KeptUpdateArguments& kept,
   a.factors = u.host_factor_sums + p.factors_at;
   a.row_means = p.row_means.data();
   a.step_number = decision_.on_host().applied_steps;
-  a.step = adafactor_step(group.lr, a.step_number, p.shape.count(), p.all_squares[0], p.all_squares[1]);
+  AdafactorStepArguments step = step_from(context_.host_squares + u.squares_at + 2 * number, p, group);
+  step.step_number = a.step_number;
+  step.step = &a.step;
+  adafactor_step(step, updater_.host_runner());
   factored_update(a, updater_.host_runner());
 }
 

@@ -95,6 +95,9 @@ class FactoredMoments : private StepPart {
   // Without the clipping factor.
   FactoredRun own_run(int index, const StepContext::Factored& p) const;
   FactoredRun run_of(const Run& run, const StepContext::Factored& p) const;
+  // `squares`: this rank's sums of the parameter; those of all ranks are square_count behind it.
+  AdafactorStepArguments step_from(const double* squares, const StepContext::Factored& p,
+                                   const GroupHyperparameters& group) const;
   // The sum of squares of this rank's masters on the device, after `state`'s step. Null: of any masters.
   void queue_squares(int index, std::size_t number, const StepState* state);
   // This rank's sums of squares on the device: masters, then updates.
