@@ -761,13 +761,14 @@ class Cases {
     int number = 0;
     for (const RunCase& run : runs) {
       for (const DataType type : kTypes) {
-        const bool is_mild = number++ / 3 % 2 == 0;
-        factor_sums(run, type, is_mild);
-        update_leaves(run, type, is_mild);
-        parameter_leaves(run, type, is_mild);
+        for (const bool is_mild : {true, false}) {
+          factor_sums(run, type, is_mild);
+          update_leaves(run, type, is_mild);
+          parameter_leaves(run, type, is_mild);
+        }
       }
       for (int n = 0; n < 4; ++n) factored_update(run, number++);
-      factor_renewal(run.shape, number++);
+      for (int n = 0; n < 4; ++n) factor_renewal(run.shape, number++);
       keep_factors(run.shape.factor_count(), number);
     }
     for (const std::size_t count : {0, 1, 2, 30, 1024, 1025, 2500}) chain(count);
@@ -779,6 +780,15 @@ class Cases {
   Array values_of(DataType type, std::size_t count, std::size_t offset, bool is_mild) {
     if (!is_mild) return hard(type, count, offset);
     return array_of(element_of(type), count, offset, [&] { return mild_value(element_of(type), random_); });
+  }
+  // Values of one size: a bit that is wrong in any of them is seen in their sum.
+  Array near_values(DataType type, std::size_t count) {
+    return array_of(element_of(type), count, type == DataType::kFloat32 ? 0 : 1, [&] {
+      const float value = std::uniform_real_distribution<float>(0.5f, 1.0f)(random_);
+      if (type == DataType::kBfloat16) return std::uint64_t{float_to_bfloat16(value)};
+      if (type == DataType::kFloat16) return std::uint64_t{float_to_float16(value)};
+      return std::uint64_t{std::bit_cast<std::uint32_t>(value)};
+    });
   }
   // Row and column factors, means and sums of squares: no sign.
   Array squares_array(Element element, std::size_t count) {
@@ -853,9 +863,12 @@ class Cases {
     KernelCase& c = add_case("forebay_leaves_of_updates", describe(run), 2);
     Array leaves = squares_array(Element::kFloat64, cuda_kernels::leaves_of(run.place, run.count));
     leaves.any_nan = true;
-    c.arrays = {read_only(values_of(type, run.count, 1, is_mild)),
-                read_only(squares_array(Element::kFloat32, run.shape.factor_count())),
-                read_only(squares_array(Element::kFloat32, run.shape.batches)), leaves};
+    const auto factors = [&](std::size_t count) {
+      return read_only(is_mild ? near_values(DataType::kFloat32, count)
+                               : squares_array(Element::kFloat32, count));
+    };
+    c.arrays = {read_only(is_mild ? near_values(type, run.count) : hard(type, run.count, 1)),
+                factors(run.shape.factor_count()), factors(run.shape.batches), leaves};
     c.argument = [=](const Pointers& p) {
       return bytes_of_struct(cuda_kernels::FactoredLeavesLaunch{run_of(run, p, type), p.at(1), p.at(2),
                                                                 p.at<double>(3), nullptr});
