@@ -20,7 +20,7 @@ TEST(HostGradients, HaveTheBitsOfTheKernels) {
   constexpr unsigned kSeed = 7;
   std::mt19937 random(kSeed);
   std::normal_distribution<float> normal(0.0f, 3.0f);
-  const auto backend = value_or_throw(HostBackend::create({}));
+  const auto backend = value_or_throw(HostBackend::create({.granularity = 64u << 10}));
   const auto kernels = value_or_throw(Kernels::create(*backend, {.thread_count = 2}));
   const Stream stream = value_or_throw(backend->stream_create());
   for (const std::size_t count : {std::size_t{512}, std::size_t{200 * 512}}) {
@@ -77,7 +77,7 @@ TEST(HostGradients, AddTheContributionsOfRanksAsTheKernelsDo) {
   constexpr std::size_t kStride = 4 * kCount + 64;
   constexpr int kRanks = 3;
   std::mt19937 random(kSeed);
-  const auto backend = value_or_throw(HostBackend::create({}));
+  const auto backend = value_or_throw(HostBackend::create({.granularity = 64u << 10}));
   const auto kernels = value_or_throw(Kernels::create(*backend, {.thread_count = 1}));
   const Stream stream = value_or_throw(backend->stream_create());
   for (const DataType type : {DataType::kFloat32, DataType::kBfloat16, DataType::kFloat16}) {

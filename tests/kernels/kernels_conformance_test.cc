@@ -11,7 +11,8 @@ namespace forebay::kernel_test {
 namespace {
 
 std::unique_ptr<ScriptedHostBackend> make_host() {
-  Result<std::unique_ptr<ScriptedHostBackend>> backend = ScriptedHostBackend::create({});
+  Result<std::unique_ptr<ScriptedHostBackend>> backend =
+      ScriptedHostBackend::create({.granularity = 64u << 10});
   EXPECT_TRUE(backend.ok()) << backend.status().to_string();
   return backend.ok() ? std::move(backend).value() : nullptr;
 }

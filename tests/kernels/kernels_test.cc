@@ -30,7 +30,8 @@ constexpr std::size_t kLarge = 3 * 65536 + 1237;
 class KernelsTest : public ::testing::Test {
  protected:
   void SetUp() override {
-    Result<std::unique_ptr<ScriptedHostBackend>> backend = ScriptedHostBackend::create({});
+    Result<std::unique_ptr<ScriptedHostBackend>> backend =
+        ScriptedHostBackend::create({.granularity = 64u << 10});
     ASSERT_TRUE(backend.ok()) << backend.status().to_string();
     backend_ = std::move(backend).value();
     Result<Stream> stream = backend_->stream_create();

@@ -1,5 +1,6 @@
 #include "tests/kernels/simt.h"
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -43,8 +44,28 @@ constexpr std::size_t kStackBytes = 32 * 1024;
 
 enum class State { kRuns, kBarrier, kShuffle, kEnded };
 
+// Where a fiber, or the scheduler, goes on.
+struct Context {
+  ucontext_t machine = {};
+  jmp_buf place;
+  bool started = false;
+};
+
+// Stores where the caller is in `from`, and goes on at `to`.
+void switch_context(Context& from, Context& to) {
+#if defined(FOREBAY_FIBER_ASAN) || defined(FOREBAY_FIBER_TSAN)
+  swapcontext(&from.machine, &to.machine);
+#else
+  // swapcontext calls the system twice each time, for the signal mask. This does so at the start of a fiber.
+  from.started = true;
+  if (_setjmp(from.place) != 0) return;
+  if (to.started) _longjmp(to.place, 1);
+  setcontext(&to.machine);
+#endif
+}
+
 struct Fiber {
-  ucontext_t context;
+  Context context;
   State state = State::kRuns;
   Site site;  // The barrier or shuffle it waits at.
   std::uint64_t given = 0, got = 0;
@@ -86,12 +107,11 @@ class Block {
 #ifdef FOREBAY_FIBER_TSAN
     scheduler_tsan_ = __tsan_get_current_fiber();
 #endif
+    for (std::size_t i = 0; i < fibers_.size(); ++i) prepare(i);
   }
   ~Block() {
 #ifdef FOREBAY_FIBER_TSAN
-    for (Fiber& fiber : fibers_) {
-      if (fiber.tsan != nullptr) __tsan_destroy_fiber(fiber.tsan);
-    }
+    for (Fiber& fiber : fibers_) __tsan_destroy_fiber(fiber.tsan);
 #endif
   }
   Block(const Block&) = delete;
@@ -101,7 +121,7 @@ class Block {
   std::string run(unsigned index) {
     index_ = index;
     std::memset(shared_.data(), kSharedPoison, shared_.size() * sizeof shared_[0]);
-    for (std::size_t i = 0; i < fibers_.size(); ++i) prepare(i);
+    for (Fiber& fiber : fibers_) fiber.state = State::kRuns;
     // Between two barriers threads run in ascending or in descending order, in turns, and neighbouring blocks
     // the other way round: a missing barrier shows in one of them.
     for (unsigned round = index;; ++round) {
@@ -130,50 +150,42 @@ class Block {
  private:
   void prepare(std::size_t i) {
     Fiber& fiber = fibers_[i];
-    fiber.state = State::kRuns;
 #ifdef FOREBAY_FIBER_TSAN
-    // A fiber ends in the middle of its functions, so its history cannot be used again.
-    if (fiber.tsan != nullptr) __tsan_destroy_fiber(fiber.tsan);
     fiber.tsan = __tsan_create_fiber(0);
 #endif
-    getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = stacks_.get() + i * kStackBytes;
-    fiber.context.uc_stack.ss_size = kStackBytes;
-    fiber.context.uc_link = &scheduler_;
+    ucontext_t& machine = fiber.context.machine;
+    getcontext(&machine);
+    machine.uc_stack.ss_sp = stacks_.get() + i * kStackBytes;
+    machine.uc_stack.ss_size = kStackBytes;
+    machine.uc_link = nullptr;
     // makecontext passes ints, so the pointer goes in two halves.
     const auto self = reinterpret_cast<std::uintptr_t>(this);
-    makecontext(&fiber.context, reinterpret_cast<void (*)()>(&Block::enter), 2,
-                static_cast<unsigned>(self >> 32), static_cast<unsigned>(self & 0xFFFFFFFFu));
+    makecontext(&machine, reinterpret_cast<void (*)()>(&Block::enter), 2, static_cast<unsigned>(self >> 32),
+                static_cast<unsigned>(self & 0xFFFFFFFFu));
   }
 
   static void enter(unsigned high, unsigned low) {
     Block& block = *reinterpret_cast<Block*>((static_cast<std::uintptr_t>(high) << 32) | low);
     block.arrive(nullptr);
-    Fiber& fiber = block.fibers_[block.current_];
-    const BlockContext context(block, static_cast<unsigned>(block.current_), block.index_,
-                               static_cast<unsigned>(block.fibers_.size()), block.grid_size_);
-    block.body_(context, block.shared_.data(), block.launch_);
-    fiber.state = State::kEnded;
-#ifdef FOREBAY_FIBER_ASAN
-    __sanitizer_start_switch_fiber(nullptr, block.scheduler_stack_, block.scheduler_stack_bytes_);
-#endif
-#ifdef FOREBAY_FIBER_TSAN
-    __tsan_switch_to_fiber(block.scheduler_tsan_, 0);
-#endif
-    // Never resumed. Returning would leave the sanitizers with a frame of this fiber on the scheduler's
-    // stack.
-    swapcontext(&fiber.context, &block.scheduler_);
+    const auto thread = static_cast<unsigned>(block.current_);
+    // Each turn is the thread of another block.
+    for (;;) {
+      const BlockContext context(block, thread, block.index_, static_cast<unsigned>(block.fibers_.size()),
+                                 block.grid_size_);
+      block.body_(context, block.shared_.data(), block.launch_);
+      block.give_way(State::kEnded, {});
+    }
   }
 
   void resume(Fiber& fiber) {
 #ifdef FOREBAY_FIBER_ASAN
     void* fake_stack = nullptr;
-    __sanitizer_start_switch_fiber(&fake_stack, fiber.context.uc_stack.ss_sp, kStackBytes);
+    __sanitizer_start_switch_fiber(&fake_stack, fiber.context.machine.uc_stack.ss_sp, kStackBytes);
 #endif
 #ifdef FOREBAY_FIBER_TSAN
     __tsan_switch_to_fiber(fiber.tsan, 0);
 #endif
-    swapcontext(&scheduler_, &fiber.context);
+    switch_context(scheduler_, fiber.context);
 #ifdef FOREBAY_FIBER_ASAN
     __sanitizer_finish_switch_fiber(fake_stack, nullptr, nullptr);
 #endif
@@ -186,7 +198,7 @@ class Block {
 #ifdef FOREBAY_FIBER_TSAN
     __tsan_switch_to_fiber(scheduler_tsan_, 0);
 #endif
-    swapcontext(&fiber.context, &scheduler_);
+    switch_context(fiber.context, scheduler_);
     arrive(&fiber);
   }
 
@@ -253,7 +265,7 @@ class Block {
   std::vector<std::max_align_t> shared_;
   std::vector<Fiber> fibers_;
   std::unique_ptr<unsigned char[]> stacks_;
-  ucontext_t scheduler_ = {};
+  Context scheduler_;
 #ifdef FOREBAY_FIBER_ASAN
   const void* scheduler_stack_ = nullptr;
   std::size_t scheduler_stack_bytes_ = 0;

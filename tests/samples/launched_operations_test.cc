@@ -78,7 +78,8 @@ class LaunchedOperationsTest : public ::testing::Test {
 
   const std::uint64_t seed_ = test_seed();
   std::uint64_t stream_ = 0;
-  const std::unique_ptr<HostBackend> backend_ = value_or_throw(HostBackend::create({}));
+  const std::unique_ptr<HostBackend> backend_ =
+      value_or_throw(HostBackend::create({.granularity = 64u << 10}));
   const Stream stream_handle_ = value_or_throw(backend_->stream_create());
   const std::unique_ptr<Operations> host_ = create_host_operations(create_plain_matmul(), 1);
   LaunchedOperations launched_{
