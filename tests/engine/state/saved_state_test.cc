@@ -204,11 +204,12 @@ TEST_F(SavedStateFiles, ALockEndsWithItsProcessAndNotBefore) {
     const StateLock lock{StateDirectory(directory_)};
     std::ifstream(file(".lock")).get();
     if (::fork() == 0) {
+      // A child gives up the lock when it begins to run.
+      report(out, 1);
       ::close(release[1]);
       char end = 0;
       ::_exit(static_cast<int>(::read(release[0], &end, 1)));
     }
-    report(out, 1);
     for (;;) ::pause();
   });
   ::close(release[0]);
