@@ -66,6 +66,19 @@ TEST(ModelShape, PartsAreCutAsTensorParallelRanksShareThem) {
       {12 * 16, false}, {16, false},    {16 * 12, false}, {12, true},   // Feed-forward part.
       {12, true},       {12, true}};
   EXPECT_EQ(found, expected);
+
+  // Ranks share a head of keys where there are fewer of these.
+  const TransformerShape few_keys = {.kind = TransformerKind::kLlama,
+                                     .layers = 1,
+                                     .hidden = 12,
+                                     .heads = 2,
+                                     .vocabulary = 16,
+                                     .intermediate = 8,
+                                     .key_value_heads = 1};
+  const ModelShape llama = make_model_shape(few_keys, {.tensor_parallel = 2}).value();
+  for (const ParameterShape& parameter : llama.units[1].parameters) {
+    if (parameter.name.find("k_proj") != std::string::npos) EXPECT_EQ(parameter.count, 12u * 6);
+  }
 }
 
 TEST(ModelShape, PipelineStagesHaveAllLayersOnceAndTheEndsTheEmbedding) {
@@ -267,6 +280,10 @@ TEST(ModelShape, NamesTheNumberThatDoesNotGoWithTheOthers) {
   EXPECT_NE(message([](auto& s) { s.hidden = 1ull << 40; }).find("hidden is"), std::string::npos);
   EXPECT_NE(message([](auto& s) { s.heads = 8, s.key_value_heads = 3; }).find("key-value heads 3"),
             std::string::npos);
+  const auto with_experts = [](auto& s) {
+    s.experts.count = 4, s.experts.active = 5, s.experts.intermediate = 8;
+  };
+  EXPECT_NE(message(with_experts).find("active experts is 5; use 1 to 4"), std::string::npos);
 }
 
 // --- activations ---
@@ -293,6 +310,14 @@ TEST(ActivationEstimate, GrowsWithTheTypeBatchAndSequence) {
   EXPECT_EQ(estimate({.dtype = DataType::kFloat32}), 2u * 32 * (66 * 64 + 9 * 4 * 32) + 32 * 10 * 12);
   EXPECT_EQ(estimate({.batch = 3}), 3 * estimate({}));
   EXPECT_EQ(estimate({.sequence = 8}), 2u * 8 * (34 * 64 + 5 * 4 * 8) + 8 * 10 * 10);
+}
+
+TEST(ActivationEstimate, CountsTheExpertsThatATokenGoesThrough) {
+  TransformerShape shape;
+  shape.intermediate = 7;
+  EXPECT_EQ(active_intermediate(shape), 7u);
+  shape.experts.count = 8, shape.experts.active = 2, shape.experts.shared = 1, shape.experts.intermediate = 5;
+  EXPECT_EQ(active_intermediate(shape), 3 * 5u);
 }
 
 TEST(ActivationEstimate, RefusesWhatTheModelHasNoPlaceFor) {

@@ -1243,6 +1243,28 @@ TEST(PlanReport, AFractionLeavesTheFirstUnitsOnTheDevice) {
   EXPECT_NE(make_plan_report(request).status().message().find("give the shape"), std::string::npos);
 }
 
+// The layers grow with the batch that was given, and the batch grows with the layers that were given.
+TEST(LargestFigures, AreOfTheRequestWithOneNumberGrown) {
+  PlanRequest request;
+  request.shape = TransformerShape{.layers = 4, .hidden = 8, .heads = 2};
+  request.batch = 2;
+  request.part = {.pipeline_parallel = 2, .pipeline_stage = 1};
+  const ActivationRequest activations{.shape = *request.shape, .batch = 2};
+  const LargestFigures largest = find_largest(
+      request, activations, {.memory_bytes = 100},
+      [&](const PlanRequest& one, const std::optional<ActivationRequest>& kept) -> Result<PlanReport> {
+        EXPECT_EQ(kept->shape.layers, one.shape->layers);
+        EXPECT_EQ(kept->batch, one.batch);
+        PlanReport report;
+        report.parameters = 1000 * one.shape->layers + static_cast<std::uint64_t>(one.part.pipeline_stage);
+        report.bytes.reserved = 10 * one.shape->layers + 3 * one.batch;
+        return report;
+      });
+  EXPECT_EQ(largest.layers, 9u);
+  EXPECT_EQ(largest.parameters, 9000u) << "as the first pipeline stage tells them";
+  EXPECT_EQ(largest.batch, 20u);
+}
+
 TEST(PlanReport, PresetsWithoutOffloadRefuseIt) {
   for (const Preset preset : {Preset::kPaper, Preset::kDeepSpeed, Preset::kMegatron}) {
     PlanRequest request = request_of({preset, 1'000'000'000, 8, preset == Preset::kMegatron ? 1 : 2});

@@ -2,6 +2,7 @@
 // what is not supported; and damaged and hostile files.
 
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 
 #include <algorithm>
@@ -11,6 +12,8 @@
 #include <filesystem>
 #include <fstream>
 #include <functional>
+#include <iterator>
+#include <limits>
 #include <map>
 #include <optional>
 #include <sstream>
@@ -95,6 +98,9 @@ class CheckpointImport : public ::testing::Test {
     bool is_amsgrad = false;
     bool has_m = true;
     const char* other = nullptr;  // A tensor that Adam does not keep.
+    bool is_plain_sgd = false;    // A momentum that is None.
+    bool has_short_moments = false;
+    bool has_short_frozen = false;
   };
 
   void write_zero(const std::string& directory, const Zero& zero) {
@@ -143,7 +149,8 @@ class CheckpointImport : public ::testing::Test {
   static TorchWriter optimizer_file(const Zero& zero, int rank) {
     TorchWriter file;
     const auto vector = [&](std::size_t group, int field, bool padded) {
-      const Values values = part_of_group(zero, group, field, rank, padded);
+      Values values = part_of_group(zero, group, field, rank, padded);
+      if (zero.has_short_moments && field > 0) values.pop_back();
       file.tensor(values, {values.size()});
     };
     file.begin_dict().text("optimizer_state_dict").begin_dict();
@@ -157,6 +164,10 @@ class CheckpointImport : public ::testing::Test {
     for (std::size_t group = 0; zero.has_moments && group < kGroups.size(); ++group) {
       file.integer(static_cast<std::int64_t>(group)).begin_dict().text("step");
       file.tensor({static_cast<float>(zero.step)}, {});
+      if (zero.is_plain_sgd) {
+        file.text("momentum_buffer").none().end_dict();
+        continue;
+      }
       if (zero.has_m) {
         file.text("exp_avg");
         vector(group, 1, true);
@@ -220,7 +231,8 @@ class CheckpointImport : public ::testing::Test {
       const std::size_t each = (frozen.size() + ranks - 1) / ranks;
       frozen.resize(each * ranks, -1.0f);
       const auto begin = frozen.begin() + static_cast<std::ptrdiff_t>(each * static_cast<std::size_t>(rank));
-      file.tensor(Values(begin, begin + static_cast<std::ptrdiff_t>(each)), {each});
+      const std::size_t written = zero.has_short_frozen ? each - 1 : each;
+      file.tensor(Values(begin, begin + static_cast<std::ptrdiff_t>(written)), {written});
     } else {
       file.tensor(frozen, {frozen.size()});
     }
@@ -293,6 +305,8 @@ class CheckpointImport : public ::testing::Test {
     bool transformed = false;
     bool overlapping = false;                  // All parts of a file are listed as the whole file so far.
     std::map<std::string, std::string> paths;  // In the nested dictionary: its first key.
+    bool misplaced = false;                    // The parts have other places than the listed ones.
+    bool flat = false;                         // The parts have other shapes than the listed ones.
   };
 
   void write_distributed(const std::string& directory, const Distributed& wanted) {
@@ -334,7 +348,7 @@ class CheckpointImport : public ::testing::Test {
         TorchWriter item;
         const Values values = box_of(tensor, part);
         if (tensor.type == "Float") {
-          item.tensor(values, part.sizes);
+          item.tensor(values, wanted.flat ? Shape{values.size()} : part.sizes);
         } else {
           const std::string key = item.add_storage(std::string(8 * values.size(), '\1'));
           item.tensor_of("Long", key, values.size(), 0, part.sizes, TorchWriter::strides_of(part.sizes));
@@ -343,7 +357,8 @@ class CheckpointImport : public ::testing::Test {
         const std::string content = item.archive().finish(number % 3 == 0);
         object("MetadataIndex");
         metadata.begin_dict().entry("fqn", tensor.key).text("offset");
-        metadata.size(part.offsets).entry("index", 0).end_dict().raw("b");
+        metadata.size(wanted.misplaced ? Shape(part.offsets.size(), 9) : part.offsets);
+        metadata.entry("index", 0).end_dict().raw("b");
         metadata.raw("ctorch.distributed.checkpoint.filesystem\n_StorageInfo\n)\x81").begin_dict();
         metadata.entry("relative_path", number % 2 == 0 ? wanted.file : "__1_0.distcp");
         const std::size_t begin = wanted.overlapping ? 0 : file.size();
@@ -538,6 +553,11 @@ TEST_F(CheckpointImport, WithoutMomentsTheStepsAreThoseOfTheEngine) {
   expect_model(*source, false);
   EXPECT_EQ(source->steps().attempted, 42u);
   EXPECT_EQ(source->steps().applied, 40u);
+  // As after a step that the engine's counter does not know.
+  write_zero(root_ + "/later", {.step = 50});
+  EXPECT_EQ(open_deepspeed(root_ + "/later", false)->steps().attempted, 50u);
+  write_zero(root_ + "/sgd", {.is_plain_sgd = true});
+  expect_model(*open_deepspeed(root_ + "/sgd", false), false);
 }
 
 TEST_F(CheckpointImport, PartsThatAreMissingOrNotSupportedAreNamed) {
@@ -575,6 +595,10 @@ TEST_F(CheckpointImport, PartsThatAreMissingOrNotSupportedAreNamed) {
   refused(
       {.has_m = false}, [] {}, "exp_avg_sq and no exp_avg");
   refused(
+      {.has_short_moments = true}, [] {}, "a moment has fewer elements than its weights");
+  refused(
+      {.stage = 3, .has_short_frozen = true}, [] {}, "its part of f is too short");
+  refused(
       {.stage = 3, .other = "exp_inf"}, [] {}, "keeps exp_inf, which forebay's do not; use --weights-only");
   expect_model(*open_deepspeed(directory, true), false);
   refused(
@@ -610,6 +634,39 @@ TEST_F(CheckpointImport, PartsThatAreMissingOrNotSupportedAreNamed) {
         write(rank + "0_mp_rank_00_optim_states.pt", file.archive().finish());
       },
       "no fp32 weights of ZeRO");
+  refused(
+      {},
+      [&] {
+        write(rank + "1_mp_rank_00_optim_states.pt", optimizer_file({.stage = 3}, 1).archive().finish());
+      },
+      "of another stage than the first");
+  const auto weights = [](std::size_t groups, const std::vector<Shape>& paddings, const Shape& counts) {
+    TorchWriter file;
+    file.begin_dict().text("optimizer_state_dict").begin_dict().text("partition_count").begin_list();
+    for (const std::uint64_t count : counts) file.integer(static_cast<std::int64_t>(count));
+    file.end_list();
+    file.text("single_partition_of_fp32_groups").begin_list();
+    for (std::size_t group = 0; group < groups; ++group) file.tensor({1}, {1});
+    file.end_list().text("param_alignment_paddings").begin_list();
+    for (const Shape& padding : paddings) file.tuple(padding);
+    file.end_list().end_dict().end_dict();
+    return file.archive().finish();
+  };
+  refused(
+      {.has_moments = false}, [&] { write(rank + "1_mp_rank_00_optim_states.pt", weights(1, {}, {3})); },
+      "another number of groups than the first");
+  refused(
+      {.has_moments = false},
+      [&] {
+        write(rank + "0_mp_rank_00_optim_states.pt", weights(2, {{0}, {0}}, {3, 3}));
+      },
+      "param_alignment_paddings are not those of its parameters");
+  refused(
+      {.has_moments = false},
+      [&] {
+        write(rank + "0_mp_rank_00_optim_states.pt", weights(2, {}, {3, 2}));
+      },
+      "divided over different numbers of ranks");
   fs::create_directories(root_ + "/empty");
   expect_contains(refusal([&] { open_deepspeed(root_ + "/empty", false); }), "no files *_optim_states.pt");
 }
@@ -644,6 +701,7 @@ TEST_F(CheckpointImport, TensorsStayWithinTheirStorageAndFile) {
   ASSERT_TRUE(opened(of(2, {2, 2}, {2, 1})));
   EXPECT_EQ(opened(of(2, {2, 2}, {2, 1}))->count, 4u);
   EXPECT_EQ(opened(of(6, {0}, {1}))->count, 0u);
+  EXPECT_EQ(opened(of(2, {2, 0}, {5, 1}))->count, 0u) << "strides of no element mean nothing";
   EXPECT_EQ(opened(of(5, {}, {}))->count, 1u);
   EXPECT_EQ(opened(of(5, {1, 1}, {7, 9}))->count, 1u) << "strides of one element mean nothing";
   const std::uint64_t large = std::uint64_t{1} << 62;
@@ -657,6 +715,9 @@ TEST_F(CheckpointImport, TensorsStayWithinTheirStorageAndFile) {
     expect_contains(refusal([&] { opened(of(offset, shape, TorchWriter::strides_of(shape))); }), "t.pt");
   expect_contains(refusal([&] { opened(of(0, {2, 2}, {1, 2})); }), "is not contiguous");
   expect_contains(refusal([&] { opened(of(0, {2, 2}, {1})); }), "has no shape");
+  const std::uint64_t minus_one = ~std::uint64_t{0};
+  expect_contains(refusal([&] { opened(of(0, {minus_one}, {1})); }), "has no shape");
+  expect_contains(refusal([&] { opened(of(minus_one, {1}, {1})); }), "has no shape");
   expect_contains(refusal([&] { opened(of(0, Shape(65, 1), Shape(65, 1))); }), "has no shape");
 
   const auto written = [](const std::function<void(TorchWriter&)>& work) {
@@ -674,6 +735,21 @@ TEST_F(CheckpointImport, TensorsStayWithinTheirStorageAndFile) {
                     }));
                   }),
                   "torch.QInt8Storage");
+  // As PyTorch writes types without a storage of their own: the storage has bytes, and the type is behind it.
+  const auto third_version = [&](const char* kind, const char* type) {
+    return written([&](TorchWriter& file) {
+      file.raw("ctorch._utils\n_rebuild_tensor_v3\n((").text(kind).raw("ctorch.storage\nUntypedStorage\n");
+      file.text(file.add_storage("12345678")).text("cpu").integer(8).raw("tQ").integer(0);
+      file.tuple({2}).tuple({1}).raw("\x89N").raw(type).raw("tR");
+    });
+  };
+  EXPECT_EQ(opened(third_version("storage", "ctorch\nfloat32\n"))->type, "Float");
+  expect_contains(refusal([&] { opened(third_version("storage", "")); }), "too few arguments");
+  expect_contains(refusal([&] { opened(third_version("module", "ctorch\nfloat32\n")); }), "has no storage");
+  write(path, written([](TorchWriter& file) { file.tensor({1, 2}, {2}); }));
+  const InputFile two_elements(path);
+  const TorchFile torch(two_elements);
+  EXPECT_FALSE(torch.scalar(torch.root())) << "the first element of several is no scalar";
   // Code is data: nothing is called, and nothing of it is a tensor.
   EXPECT_FALSE(
       opened(written([](TorchWriter& file) { file.raw("cos\nsystem\n").text("exit 1").raw("\x85R"); })));
@@ -702,6 +778,32 @@ TEST_F(CheckpointImport, TensorsStayWithinTheirStorageAndFile) {
                     const TorchFile torch(file);
                   }),
                   "big endian");
+  write(path, ZipWriter().add("a/data.pkl", big.finish()).add("b/data.pkl", big.finish()).finish());
+  expect_contains(refusal([&] {
+                    const InputFile file(path);
+                    const TorchFile torch(file);
+                  }),
+                  "several entries data.pkl");
+}
+
+TEST_F(CheckpointImport, FilesAreRegularAndFewOfThemOpen) {
+  ASSERT_EQ(::mkfifo((root_ + "/pipe").c_str(), 0600), 0);
+  expect_contains(refusal([&] { InputFile file(root_ + "/pipe"); }), "it is not a regular file");
+  const auto open_count = [] {
+    return std::distance(fs::directory_iterator("/proc/self/fd"), fs::directory_iterator());
+  };
+  const auto before = open_count();
+  InputFiles files;
+  for (int i = 0; i < 100; ++i) {
+    const std::string path = root_ + "/" + std::to_string(i);
+    write(path, std::to_string(i));
+    const InputFile& file = files.open(files.add(path));
+    EXPECT_EQ(file.text(0, file.bytes()), std::to_string(i));
+  }
+  EXPECT_LE(open_count(), before + 64);
+  expect_contains(refusal([&] { static_cast<void>(files.open(0).text(0, std::uint64_t{1} << 62)); }),
+                  "it ends early");
+  EXPECT_EQ(files.open(0).text(0, 1), "0");
 }
 
 TEST_F(CheckpointImport, ZipDirectoriesAreNotBelieved) {
@@ -735,6 +837,66 @@ TEST_F(CheckpointImport, ZipDirectoriesAreNotBelieved) {
   expect_contains(refusal([&] { opened(ZipWriter().add("a", "x", 8).finish()); }), "compressed or encrypted");
   expect_contains(refusal([&] { opened(ZipWriter().add("a", "x").add("a", "y").finish()); }), "twice");
   expect_contains(refusal([&] { opened(""); }), "not a zip archive");
+  const auto refused = [&](std::string text, std::size_t at, std::string_view bytes, const char* finding) {
+    expect_contains(refusal([&] { opened(text.replace(at, bytes.size(), bytes)); }), finding);
+  };
+  const std::string plain = ZipWriter().add("a", "hello").finish();
+  const std::string wide = ZipWriter().add("a", "hello").finish(true);
+  const std::size_t directory = plain.find("PK\1\2");
+  constexpr std::size_t kEndBytes = 22, kLocatorBytes = 20;
+  const std::size_t wide_directory = wide.find("PK\1\2"), record = wide.find("PK\6\6");
+  const std::string all_bits(4, '\xff');
+  refused(plain, 0, "PK\1\2", "its entry a is not within it");
+  refused(plain, directory + 8, "\1", "compressed or encrypted");
+  refused(plain, directory + 20, "\4", "compressed or encrypted");
+  refused(plain, directory + 20, std::string("\6\0\0\0\6", 5), "its entry a is not within it");
+  refused(plain, directory + 32, "\1",
+          "its zip directory is damaged");  // The directory ends before a comment.
+  refused(plain, plain.size() - 10, "\xff", "its zip directory is not within it");
+  expect_contains(refusal([&] { opened(plain + "x"); }), "not a zip archive");
+  // The extra field is another program's, or its size is wrong.
+  constexpr std::size_t kExtra = 47;
+  refused(wide, wide_directory + kExtra, "\2", "its zip directory is damaged");
+  refused(wide, wide_directory + kExtra + 2, "\x14", "its zip directory is damaged");
+  refused(wide, wide_directory + kExtra + 2, "\x1b", "its zip directory is damaged");
+  refused(wide, record, "PK\6\5", "its zip directory cannot be found");
+  refused(wide, wide.size() - kEndBytes - kLocatorBytes + 8, std::string(7, '\xff'),
+          "its zip directory cannot be found");
+  expect_contains(refusal([&] { opened(wide.substr(wide.size() - kEndBytes)); }),
+                  "its zip directory cannot be found");
+  // One field alone may be in the record of 64 bits.
+  const auto with_fields = [&](std::string_view count, std::string_view bytes, std::string_view at) {
+    std::string changed = wide;
+    changed.replace(wide.size() - kEndBytes + 10, 2, count);
+    changed.replace(wide.size() - kEndBytes + 12, 4, bytes);
+    return changed.replace(wide.size() - kEndBytes + 16, 4, at);
+  };
+  const auto number = [](std::size_t value, std::size_t bytes) {
+    std::string text;
+    for (std::size_t i = 0; i < bytes; ++i) text += static_cast<char>(value >> (8 * i) & 0xff);
+    return text;
+  };
+  const std::string directory_bytes = number(record - wide_directory, 4), at = number(wide_directory, 4);
+  EXPECT_EQ(opened(with_fields(all_bits.substr(2), directory_bytes, at)), "hello");
+  EXPECT_EQ(opened(with_fields(number(1, 2), all_bits, at)), "hello");
+  EXPECT_EQ(opened(with_fields(number(1, 2), directory_bytes, all_bits)), "hello");
+  // Comments of entries are skipped.
+  std::string commented = ZipWriter().add("a", "hello").add("b", "world").finish();
+  const std::size_t first = commented.find("PK\1\2");
+  commented.replace(first + 32, 2, number(3, 2)).insert(first + kExtra, "PK!");
+  commented.replace(commented.size() - 10, 1, number(2 * kExtra + 3, 1));
+  EXPECT_EQ(opened(commented, "b"), "world");
+  // A directory of more bytes than are read, in a file without blocks.
+  write(path, "");
+  fs::resize_file(path, ZipArchive::kMostDirectoryBytes + 1);
+  std::string end = plain.substr(plain.size() - kEndBytes);
+  end.replace(12, 8, std::string("\1\0\0\4\0\0\0\0", 8));
+  std::ofstream(path, std::ios::binary | std::ios::app) << end;
+  expect_contains(refusal([&] {
+                    const InputFile file(path);
+                    const ZipArchive archive(file, 0, file.bytes());
+                  }),
+                  "its zip directory is not within it");
   // An archive within a file: nothing before or after it is read.
   const std::string zip = ZipWriter().add("a", "inner").finish();
   write(path, "before" + zip + "after");
@@ -809,6 +971,10 @@ TEST_F(CheckpointImport, WhatDistributedCheckpointsCannotGiveIsNamed) {
     refused({.tensors = model_with_moments(), .file = name}, "outside of its directory");
   refused({.tensors = model_with_moments(), .file = "__9_0.distcp"}, "__9_0.distcp");
   refused({.tensors = model_with_moments(), .overlapping = true}, "places in it have more together");
+  refused({.tensors = model_with_moments(), .misplaced = true}, "no place of a part of model.a");
+  refused({.tensors = model_with_moments(), .flat = true}, "is not the one that is listed");
+  refused(with([](auto& all) { all[1].type = "Double"; }),
+          "optim.state.a.exp_avg is not a tensor of fp32, bf16 or fp16");
   refused(with([&](auto& all) {
             all.push_back({"optim.state.0.exp_avg", {1}, {{{0}, {1}}}, one});
           }),
@@ -842,6 +1008,12 @@ TEST_F(CheckpointImport, WhatDistributedCheckpointsCannotGiveIsNamed) {
           }),
           "moments and no step");
   refused(with([](auto& all) { all[0].parts.pop_back(); }), "do not make the whole tensor");
+  refused(with([](auto& all) {
+            ASSERT_EQ(all[1].key, "optim.state.a.exp_avg");
+            all[1].shape = {5, 3};
+            all[1].parts = {{{0, 0}, {5, 3}}};
+          }),
+          "optim.state.a.exp_avg has another shape than its parameter");
   refused(with([](auto& all) { all[0].parts = {{{0, 0}, {3, 2}}, {{0, 3}, {3, 3}}}; }), "its storage");
   // As many elements as the tensor has, some twice.
   refused(with([](auto& all) { all[0].parts = {{{0, 0}, {3, 2}}, {{0, 1}, {3, 3}}}; }), "overlap");
@@ -856,6 +1028,8 @@ TEST_F(CheckpointImport, WhatDistributedCheckpointsCannotGiveIsNamed) {
                   "its pickle cannot be read, byte 0");
   write(root_ + "/d/.metadata", PickleWriter(4).integer(static_cast<std::int64_t>(large)).finish());
   expect_contains(refusal([&] { open_distributed(root_ + "/d", false); }), "not the metadata");
+  fs::resize_file(root_ + "/d/.metadata", (256u << 20) + 1);
+  expect_contains(refusal([&] { open_distributed(root_ + "/d", false); }), "it is too long");
 }
 
 TEST_F(CheckpointImport, IntegersAmongWeightsAreLeftOut) {
@@ -866,6 +1040,23 @@ TEST_F(CheckpointImport, IntegersAmongWeightsAreLeftOut) {
   expect_model(*source, true, "model.");
   EXPECT_EQ(source->tensors().size(), 3u);
   EXPECT_TRUE(source->left_out().empty());
+}
+
+// A word that ends as an optimizer's does, a weight with the end of another's name, and a hyperparameter.
+TEST_F(CheckpointImport, NamesAreDividedAtTheirDots) {
+  Distributed some;
+  for (const Listed& tensor : model_with_moments()) {
+    if (tensor.key == "model.a" || tensor.key.starts_with("optim.state.a.")) some.tensors.push_back(tensor);
+  }
+  const auto one = [](std::uint64_t) { return 1.0f; };
+  for (const char* key : {"model.estate.z.step", "model.xa", "optim.param_groups.a.betas"})
+    some.tensors.push_back({key, {1}, {{{0}, {1}}}, one});
+  write_distributed(root_ + "/d", some);
+  const std::unique_ptr<TensorSource> source = open_distributed(root_ + "/d", false);
+  EXPECT_EQ(source->prefixes(), std::vector<std::string>{"model."});
+  std::vector<std::string> names;
+  for (const TensorSource::Tensor& tensor : source->tensors()) names.push_back(tensor.name);
+  EXPECT_EQ(names, (std::vector<std::string>{"model.a", "model.estate.z.step", "model.xa"}));
 }
 
 TEST_F(CheckpointImport, WeightsOfOtherTypesAreLeftOutWithANote) {
@@ -986,6 +1177,16 @@ TEST_F(CheckpointImport, TheCommandMakesStatesThatAnEngineLoads) {
   expect_contains(err_, "--prefix: ema., model.");
   ASSERT_EQ(command("import " + root_ + "/state --prefix ema. --from " + root_ + "/d"), 0) << err_;
   expect_state(root_ + "/state", true, false);
+  // Only weights are counted that are not finite.
+  tensors = model_with_moments();
+  tensors[1].value = [](std::uint64_t) { return std::numeric_limits<float>::infinity(); };
+  write_distributed(root_ + "/infinite", {.tensors = tensors});
+  ASSERT_EQ(command("import " + root_ + "/infinite-state --from " + root_ + "/infinite"), 0) << err_;
+  EXPECT_EQ(err_, "");
+  std::erase_if(tensors, [](const Listed& tensor) { return tensor.key.ends_with(".exp_avg_sq"); });
+  write_distributed(root_ + "/lion", {.tensors = tensors});
+  EXPECT_EQ(command("import " + root_ + "/lion-state --optimizer adam --from " + root_ + "/lion"), 2);
+  expect_contains(err_, "the moments are those of lion");
   EXPECT_EQ(command("show " + root_ + "/state --weights-only"), 2);
   expect_contains(err_, "for import");
   // A value that cannot be read leaves no state behind.

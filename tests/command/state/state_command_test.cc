@@ -69,11 +69,12 @@ class StateCommand : public ::testing::Test {
   ~StateCommand() override { fs::remove_all(root_); }
 
   // Three ranks at stage 3 save steps 0, 1, ... of a small model; `keep` of them stay.
-  void save(int states = 1, int keep = 1) {
+  void save(int states = 1, int keep = 1, double ema = 0.0) {
     run_ranks(3, {}, [&](Rank& rank) {
       EngineOptions options;
       options.stage = 3;
       options.optional_gradients = true;
+      options.ema = ema;
       Engine engine(*rank.backend, *rank.kernels, *rank.communicator, options);
       const UnitId first = engine.add_unit("first");
       const UnitId second = engine.add_unit("second");
@@ -382,6 +383,29 @@ TEST_F(StateCommand, AnExportThatCannotBeSyncedFailsAndLeavesNothing) {
   EXPECT_EQ(files().size(), 4u);
 }
 
+TEST_F(StateCommand, ExportsAnAverageAndTheWeightsThatHaveNone) {
+  save(1, 1, /*ema=*/0.9);
+  ASSERT_EQ(command("export " + directory_ + " --average --to " + root_ + "/average.safetensors"), 0) << err_;
+  const TensorFile file(root_ + "/average.safetensors");
+  EXPECT_EQ(file.values<float>("frozen").at(5), value_of(2, 5));
+  EXPECT_EQ(file.values<float>("wte").at(5), value_of(0, 5)) << "it begins as the weights";
+  SavedStateReader state(directory_);
+  std::uint64_t done = 0, all = 0;
+  export_state(state, {.to = root_ + "/half.safetensors", .dtype = DataType::kBfloat16},
+               [&](std::uint64_t done_then, std::uint64_t all_then) {
+                 done = done_then;
+                 all = all_then;
+               });
+  EXPECT_EQ(all, 2708 * 2u);
+  EXPECT_EQ(done, all);
+  state.verify([&](std::uint64_t done_then, std::uint64_t all_then) {
+    done = done_then;
+    all = all_then;
+  });
+  EXPECT_EQ(all, (4 * 2708 - 3 * 600) * sizeof(float)) << "master, m, v and average; the frozen one alone";
+  EXPECT_EQ(done, all);
+}
+
 TEST_F(StateCommand, FailsWhenItsOutputCannotBeWritten) {
   save();
   ASSERT_EQ(command("export " + directory_ + " --to " + root_ + "/from.safetensors"), 0) << err_;
@@ -500,13 +524,13 @@ TEST_F(StateCommand, ImportsSafetensorsAsAStateThatAnEngineLoads) {
   const std::string odd = R"({"a":{"dtype":"F32","shape":[],"data_offsets":[0,4]},)"
                           R"("b":{"dtype":"F32","shape":[3],"data_offsets":[4,16]},)"
                           R"("empty":{"dtype":"F32","shape":[0,2],"data_offsets":[16,16]}})";
-  const float values[] = {5, 1, std::numeric_limits<float>::quiet_NaN(),
+  const float values[] = {std::numeric_limits<float>::infinity(), 1, std::numeric_limits<float>::quiet_NaN(),
                           -std::numeric_limits<float>::infinity()};
   std::ofstream(root_ + "/odd.safetensors", std::ios::binary)
       << static_cast<char>(odd.size()) << std::string(7, '\0') << odd
       << std::string(reinterpret_cast<const char*>(values), sizeof values);
   EXPECT_EQ(command("import " + root_ + "/odd --from " + root_ + "/odd.safetensors"), 0);
-  EXPECT_NE(err_.find("note: 2 weights are NaN or infinite, the first in b\n"), std::string::npos) << err_;
+  EXPECT_NE(err_.find("note: 3 weights are NaN or infinite, the first in a\n"), std::string::npos) << err_;
   // A scalar stays one.
   ASSERT_EQ(command("export " + root_ + "/odd --to " + root_ + "/odd-again.safetensors"), 0) << err_;
   EXPECT_EQ(err_, "");
@@ -530,6 +554,24 @@ TEST_F(StateCommand, ImportsSafetensorsAsAStateThatAnEngineLoads) {
   refused(
       std::string{static_cast<char>(shared.size())} + std::string(7, '\0') + shared + std::string(12, '\0'),
       "its tensors b and a share bytes");
+  const std::string large = R"({"a":{"dtype":"F32","shape":[9223372036854775809,2],"data_offsets":[0,8]}})";
+  refused(std::string{static_cast<char>(large.size())} + std::string(7, '\0') + large + std::string(8, '\0'),
+          "the shape of a is too large");
+  const std::string longer = R"({"a":{"dtype":"F32","shape":[1],"data_offsets":[0,8]}})";
+  refused(
+      std::string{static_cast<char>(longer.size())} + std::string(7, '\0') + longer + std::string(8, '\0'),
+      "the place of a is not that of its elements");
+  // A header of more bytes than are read, in a file without blocks.
+  constexpr std::uint64_t kMostHeaderBytes = 100u << 20;
+  const std::uint64_t length = kMostHeaderBytes + 1;
+  const std::string bad = root_ + "/bad.safetensors";
+  std::ofstream(bad, std::ios::binary) << std::string(reinterpret_cast<const char*>(&length), sizeof length);
+  fs::resize_file(bad, sizeof length + length);
+  EXPECT_EQ(command("import " + root_ + "/bad --from " + bad), 1);
+  EXPECT_NE(err_.find("its header is too long"), std::string::npos) << err_;
+  fs::rename(bad, bad + ".index.json");
+  EXPECT_EQ(command("import " + root_ + "/bad --from " + bad + ".index.json"), 1);
+  EXPECT_NE(err_.find("it is too long for an index"), std::string::npos) << err_;
 }
 
 // Checkpoints with an expert for each tensor have as many. A quadratic reader takes minutes.
@@ -584,6 +626,33 @@ TEST_F(StateCommand, RefusesAnIndexOfTensorsThatItsFilesDoNotHave) {
   };
   refused("missing");
   refused("z.last");
+  // Two tensors of each of two files: one name twice, or one in the other file.
+  const auto write = [&](const std::string& file, const std::string& first, const std::string& second) {
+    const auto entry = [](const std::string& name, const char* offsets) {
+      return "\"" + name + R"(":{"dtype":"F32","shape":[1],"data_offsets":)" + offsets + "}";
+    };
+    const std::string header = "{" + entry(first, "[0,4]") + "," + entry(second, "[4,8]") + "}";
+    std::ofstream(root_ + "/" + file, std::ios::binary)
+        << static_cast<char>(header.size()) << std::string(7, '\0') << header << std::string(8, '\0');
+  };
+  const auto import = [&](const std::string& place_of_b) {
+    Json index;
+    index["weight_map"] = {{"a", "one"}, {"b", place_of_b}, {"d", "two"}};
+    std::ofstream(path) << index;
+    return command("import " + root_ + "/imported --from " + path);
+  };
+  write("one", "a", "b");
+  write("two", "c", "d");
+  EXPECT_EQ(import("two"), 1);
+  EXPECT_NE(err_.find("the tensor b is not in " + root_ + "/two"), std::string::npos) << err_;
+  write("two", "b", "d");
+  EXPECT_EQ(import("one"), 1);
+  EXPECT_NE(err_.find("/two cannot be imported: another file has b too"), std::string::npos) << err_;
+  EXPECT_EQ(import("elsewhere/one"), 1);
+  EXPECT_NE(err_.find("it names a file in another directory"), std::string::npos) << err_;
+  // Beside a file of all tensors, an index is not read.
+  write("model.safetensors", "a", "b");
+  EXPECT_EQ(command("import " + root_ + "/imported --from " + root_), 0) << err_;
 }
 
 TEST_F(StateCommand, BadInputIsRefusedInWords) {
@@ -603,6 +672,8 @@ TEST_F(StateCommand, BadInputIsRefusedInWords) {
   save();
   refused("export " + directory_, 2, "add --to model.safetensors");
   refused("export " + directory_ + " --to " + root_ + "/model.bin", 2, "ends in .safetensors");
+  refused("export " + directory_ + " --to " + root_ + "/.safetensors", 2, "ends in .safetensors");
+  refused("export " + directory_ + " --average --to " + root_ + "/m.safetensors", 2, "has no moving average");
   refused("export " + directory_ + " --to " + root_ + "/no/m.safetensors", 1, "cannot write");
   refused("export " + directory_ + " --to " + root_ + "/m.safetensors --max-shard-size 0", 2,
           "--max-shard-size");
