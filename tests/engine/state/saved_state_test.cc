@@ -11,11 +11,13 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <filesystem>
 #include <fstream>
 #include <functional>
+#include <nlohmann/json.hpp>
 #include <random>
 #include <stdexcept>
 #include <string>
@@ -23,6 +25,7 @@
 #include <vector>
 
 #include "forebay/error.h"
+#include "forebay/saved_state.h"
 #include "tests/engine/toy_cases.h"
 #include "tests/support/temporary_directory.h"
 
@@ -46,6 +49,14 @@ extern "C" int fsync(int file) {
       file_operations->push_back("sync " + last_part(path));
   }
   return static_cast<int>(::syscall(SYS_fsync, file));
+}
+
+// A full pipe, or a file system over a network, takes a part.
+namespace {
+thread_local std::size_t most_written = SIZE_MAX;
+}
+extern "C" ssize_t write(int file, const void* data, size_t bytes) {
+  return ::syscall(SYS_write, file, data, std::min<std::size_t>(bytes, most_written));
 }
 
 extern "C" int unlinkat(int directory, const char* name, int flags) {
@@ -74,7 +85,7 @@ float value_of(std::uint64_t step, std::size_t index) {
 }
 
 // Saves a state of one parameter, as an engine does.
-void save(const std::string& directory, std::uint64_t step) {
+void save(const std::string& directory, std::uint64_t step, int keep = 1) {
   const StateDirectory files = StateDirectory::make(directory);
   const StateLock lock(files);
   const std::string name = internal::state_name(step);
@@ -88,7 +99,7 @@ void save(const std::string& directory, std::uint64_t step) {
   for (std::size_t i = 0; i < kValues; ++i) values[i] = value_of(step, i);
   file.write(values);
   file.finish();
-  internal::publish_state(files, name, {{"step", step}, {"ranks", 1}});
+  internal::publish_state(files, name, {{"step", step}, {"ranks", 1}}, keep);
 }
 
 // The step of the state that would be loaded, all of it read. Errors: throws Error.
@@ -101,6 +112,17 @@ std::uint64_t load(const std::string& directory) {
   saved.read("p", "master", 0, values);
   for (std::size_t i = 0; i < kValues; ++i) EXPECT_EQ(values[i], value_of(step, i));
   return step;
+}
+
+// Changes a manifest, and its checksum with it.
+void change_manifest(const std::string& path, const std::function<void(nlohmann::json&)>& change) {
+  nlohmann::json envelope;
+  std::ifstream(path) >> envelope;
+  nlohmann::json manifest = nlohmann::json::parse(envelope.at("manifest").get<std::string>());
+  change(manifest);
+  const std::string text = manifest.dump();
+  envelope = {{"checksum", internal::checksum_of(text.data(), text.size())}, {"manifest", text}};
+  std::ofstream(path) << envelope;
 }
 
 Status verdict(const std::function<void()>& work) {
@@ -222,6 +244,60 @@ TEST_F(SavedStateFiles, ALockEndsWithItsProcessAndNotBefore) {
   ::close(release[1]);
 }
 
+TEST_F(SavedStateFiles, OneSaveOfAProcessHoldsADirectoryAtATime) {
+  const StateDirectory files(directory_);
+  const StateLock kept(files);
+  const auto other_save = [&] { return verdict([&] { StateLock lock(files, true); }).code(); };
+  {
+    const StateLock first(files, true);
+    EXPECT_EQ(other_save(), StatusCode::kUnavailable);
+  }
+  EXPECT_EQ(other_save(), StatusCode::kOk);
+  EXPECT_EQ(other_save(), StatusCode::kOk) << "the save before has ended";
+}
+
+TEST_F(SavedStateFiles, TheIndexesOfAStateCountItsBytes) {
+  save(directory_, 1);
+  nlohmann::json index;
+  std::ifstream(file("step-000000000001/state.safetensors.index.json")) >> index;
+  EXPECT_EQ(index.at("metadata").at("total_size"), kValues * sizeof(float));
+  const std::string name = "rank-0-of-1.safetensors";
+  const std::string path = file("step-000000000001/" + name);
+  std::ifstream whole(path, std::ios::binary);
+  std::string text((std::istreambuf_iterator<char>(whole)), {});
+  const std::size_t end = text.find("12008]");
+  ASSERT_NE(end, std::string::npos);
+  text.replace(end, 6, "12007]").pop_back();
+  std::ofstream(path, std::ios::binary) << text;
+  const Status status = verdict([&] {
+    internal::StateFileIndex(StateDirectory(directory_).subdirectory("step-000000000001").open(name));
+  });
+  EXPECT_NE(status.message().find("its header does not describe all of it"), std::string::npos)
+      << status.message();
+}
+
+TEST_F(SavedStateFiles, AStateOfMoreRanksOrElementsThanThereAreIsRefused) {
+  SavedStateFacts facts;
+  facts.parameters = {{.name = "p", .count = 1}};
+  SavedStateWriter writer(directory_, facts);
+  const float value = 1;
+  writer.write({&value, 1});
+  writer.finish();
+  EXPECT_EQ(SavedStateReader(directory_).facts().ranks, 1);
+  const std::string manifest = file("step-000000000000/manifest.json");
+  change_manifest(manifest, [](nlohmann::json& json) { json["ranks"] = 5'000'000'000; });
+  const Status status = verdict([&] { SavedStateReader reader(directory_); });
+  EXPECT_NE(status.message().find("ranks is 5000000000"), std::string::npos) << status.message();
+  // The product of the shape is 1 in 64 bits.
+  change_manifest(manifest, [](nlohmann::json& json) {
+    json["ranks"] = 1;
+    json["parameters"][0]["shape"] = {3, 12'297'829'382'473'034'411u};
+  });
+  const Status large = verdict([&] { SavedStateReader reader(directory_); });
+  EXPECT_NE(large.message().find("the shape of p is not that of its elements"), std::string::npos)
+      << large.message();
+}
+
 TEST_F(SavedStateFiles, AnEngineKeepsItsLockUntilItEnds) {
   const ToyOptions options = options_for(1, DataType::kBfloat16, 2);
   const auto can_lock = [&] {
@@ -269,6 +345,18 @@ TEST_F(SavedStateFiles, AStepIsSavedAgainWithoutAnExchange) {
   save(directory_, 8);
   EXPECT_EQ(latest(), "step-000000000008");
   EXPECT_FALSE(fs::exists(file("step-000000000007-2")));
+  // It takes the place of one state, however many are kept.
+  save(directory_, 9, 3);
+  save(directory_, 9, 3);
+  EXPECT_EQ(internal::state_names(StateDirectory(directory_)),
+            (std::vector<std::string>{"step-000000000009-2", "step-000000000008"}));
+}
+
+TEST_F(SavedStateFiles, AreWholeWhereWritesTakeAPart) {
+  most_written = 1001;
+  save(directory_, 7);
+  most_written = SIZE_MAX;
+  EXPECT_EQ(load(directory_), 7U);
 }
 
 // A name is given only to bytes that are on the drive, and a later name only after an earlier one is.
@@ -340,18 +428,63 @@ TEST_F(SavedStateFiles, ARankReadsTheBlocksThatItNeeds) {
   EXPECT_LE(saved.bytes_read(), values.size() * sizeof(float) + 2 * kHeaderBytes);
 }
 
+// Otherwise a tensor would have other values, or values from outside of its file.
+TEST_F(SavedStateFiles, AManifestThatMisplacesATensorIsRefused) {
+  using Json = nlohmann::json;
+  const std::string state = internal::state_name(1);
+  struct Case {
+    const char* finding;
+    std::function<void(Json& manifest, Json& parameter, Json& piece)> change;
+  };
+  const Case cases[] = {
+      {"names a file outside of it", [](Json& m, Json&, Json&) { m["files"][1]["name"] = "../other"; }},
+      {"lists p twice", [](Json& m, Json& p, Json&) { m["parameters"].push_back(Json(p)); }},
+      {"the split of p is not one of its shape", [](Json&, Json& p, Json&) { p["count"] = 600'000; }},
+      {"a piece outside of its tensor", [](Json&, Json&, Json& piece) { piece["part"] = 2; }},
+      {"a piece outside of its tensor", [](Json&, Json&, Json& piece) { piece["offset"] = 1; }},
+      {"a piece outside of its tensor", [](Json&, Json&, Json& piece) { piece["count"] = 600'001; }},
+      {"a piece outside of its file",
+       [](Json& m, Json&, Json& piece) {
+         piece["master"][0] = m["files"][0]["bytes"].get<std::uint64_t>() - 4 * 600'000 + 4;
+       }},
+      {"a piece outside of its file", [](Json&, Json&, Json& piece) { piece["master"][1] = 1; }},
+      {"the checksum of its header differs", [](Json& m, Json&, Json&) { m["files"][0]["blocks"] = 11; }},
+      // The element behind it is no element of it.
+      {"master of p is not whole", [](Json&, Json&, Json& piece) { piece["count"] = 599'999; }},
+  };
+  save_in_parts(directory_);
+  const std::string path = file(state + "/manifest.json");
+  const fs::path whole = directory_ + "/whole";
+  fs::copy_file(path, whole);
+  for (const Case& c : cases) {
+    fs::copy_file(whole, path, fs::copy_options::overwrite_existing);
+    change_manifest(path, [&](Json& manifest) {
+      Json& parameter = manifest["parameters"][0];
+      c.change(manifest, parameter, parameter["pieces"][0]);
+    });
+    const Status status = verdict([&] {
+      SavedState saved(directory_, state);
+      std::vector<float> last_of_part(1);
+      saved.read("p", "master", 599 * 2000 + 999, last_of_part);
+    });
+    EXPECT_EQ(status.code(), StatusCode::kCorruption) << c.finding;
+    EXPECT_NE(status.message().find(c.finding), std::string::npos) << c.finding << ": " << status.message();
+  }
+}
+
 TEST_F(SavedStateFiles, TwoRanksWithTheSameElementsAreRefused) {
   const StateDirectory files = StateDirectory::make(directory_);
-  const auto publish = [&](std::uint64_t first_count) {
+  const auto publish = [&](std::uint64_t first_count, std::uint64_t whole_of_second = 100) {
     const std::string temporary = internal::temporary_state(internal::state_name(1));
     files.remove(temporary);
     files.make_subdirectory(temporary);
     for (int r = 0; r < 2; ++r) {
       const std::uint64_t offset = r == 0 ? 0 : 50;
       const std::uint64_t count = r == 0 ? first_count : 50;
-      internal::StateFileWriter file(files.subdirectory(temporary).create(internal::state_file_name(r, 2)),
-                                     std::vector<internal::StateParameter>{{.name = "p", .count = 100}},
-                                     {{.parameter = 0, .field = 0, .offset = offset, .count = count}});
+      internal::StateFileWriter file(
+          files.subdirectory(temporary).create(internal::state_file_name(r, 2)),
+          std::vector<internal::StateParameter>{{.name = "p", .count = r == 0 ? 100 : whole_of_second}},
+          {{.parameter = 0, .field = 0, .offset = offset, .count = count}});
       file.write(std::vector<float>(count));
       file.finish();
     }
@@ -363,6 +496,9 @@ TEST_F(SavedStateFiles, TwoRanksWithTheSameElementsAreRefused) {
   const Status none = publish(40);
   EXPECT_NE(none.message().find("no rank saved element 40 of master of p"), std::string::npos)
       << none.message();
+  const Status other = publish(50, 101);
+  EXPECT_NE(other.message().find("ranks saved p in different shapes or splits"), std::string::npos)
+      << other.message();
   EXPECT_TRUE(publish(50).ok());
 }
 
@@ -423,15 +559,16 @@ TEST_F(SavedStateFiles, OnlyRegularFilesAreRead) {
   save(directory_, 1);
   for (const std::string& path : {rank_file, manifest}) {
     fs::rename(path, file("kept"));
-    const auto refused = [&](const char* what_it_is) {
+    const auto refused = [&](const char* kind, const char* finding = "") {
       const Status status = verdict([&] { load(directory_); });
-      EXPECT_FALSE(status.ok()) << path << " is " << what_it_is;
+      EXPECT_FALSE(status.ok()) << path << " is " << kind;
+      EXPECT_NE(status.message().find(finding), std::string::npos) << status.message();
       fs::remove_all(path);
     };
     fs::create_directory(path);
-    refused("a directory");
+    refused("a directory", "it is not a regular file");
     ASSERT_EQ(::mkfifo(path.c_str(), 0600), 0);
-    refused("a named pipe");
+    refused("a named pipe", "it is not a regular file");
     fs::create_symlink("/dev/zero", path);
     refused("an endless device");
     fs::create_symlink(path, path);

@@ -90,6 +90,7 @@ TEST(TensorPlaces, RefuseASplitThatIsNone) {
   refused([](TensorSplit& s) { s.shape.clear(); });
   refused([](TensorSplit& s) { s.shape[0] = 0; });
   refused([](TensorSplit& s) { s.shape = {std::uint64_t{1} << 40, std::uint64_t{1} << 40}; });
+  refused([](TensorSplit& s) { s.shape = {std::uint64_t{1} << 57, 3}; });
   refused([](TensorSplit& s) { s.dimension = 2; });
   refused([](TensorSplit& s) { s.dimension = -1; });
   refused([](TensorSplit& s) { s.sections = 0; });
