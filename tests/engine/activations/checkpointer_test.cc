@@ -11,6 +11,7 @@
 #include <random>
 #include <set>
 #include <string>
+#include <thread>
 #include <utility>
 
 #include "forebay/activation_checkpointer.h"
@@ -78,6 +79,10 @@ TEST_P(EveryPlacement, GivesBackTheBitsInTheBytesOfThePlan) {
           expect_plan_is_measured(chain.checkpointer, 5);
           EXPECT_EQ(chain.checkpointer.statistics().most_micro_batches, static_cast<std::uint64_t>(held));
           EXPECT_EQ(chain.checkpointer.statistics().load_count, 30u);
+          std::uint64_t saved = 0;
+          for (const ActivationPlace& place : chain.checkpointer.committed_plan().places)
+            saved += place.slice_bytes;
+          EXPECT_EQ(chain.checkpointer.statistics().most_saved_bytes, held * saved);
         });
       }
     }
@@ -233,6 +238,45 @@ void expect_refused(const std::string& part, const Call& call) {
     EXPECT_EQ(error.code(), StatusCode::kInvalidArgument) << error.what();
     EXPECT_NE(std::string(error.what()).find(part), std::string::npos) << error.what();
   }
+}
+
+// The trainer's stream reads the memory until then.
+TEST(ActivationCheckpointer, ClosesWhenItsLastReaderHasRead) {
+  for (const ActivationPlacement placement : {kKeep, kPartition}) {
+    run_ranks(2, {}, [&](Rank& rank) {
+      const Stream stream = value_or_throw(rank.backend->stream_create());
+      DevicePtr const source = value_or_throw(rank.backend->alloc(1000));
+      std::atomic<bool> has_read{false};
+      {
+        ActivationCheckpointer checkpointer(*rank.backend, *rank.communicator, memory_options({}));
+        checkpointer.declare({.bytes = 1000, .placement = placement});
+        checkpointer.commit();
+        checkpointer.save({}, source, 1000, stream);
+        const ActivationLease lease = checkpointer.load({}, stream);
+        throw_if_error(call_on(*rank.backend, stream, [&] {
+          std::this_thread::sleep_for(std::chrono::milliseconds(20));
+          has_read = true;
+        }));
+      }
+      EXPECT_TRUE(has_read) << activation_placement_name(placement);
+      throw_if_error(rank.backend->stream_synchronize(stream));
+      throw_if_error(rank.backend->stream_destroy(stream));
+      throw_if_error(rank.backend->free(source));
+    });
+  }
+}
+
+TEST(ActivationCheckpointer, NeedsADirectoryOnlyForFilesThatItHas) {
+  run_ranks(1, {}, [](Rank& rank) {
+    ActivationCheckpointerOptions options;
+    options.plan.tier = Tier::kFile;
+    ActivationCheckpointer kept(*rank.backend, *rank.communicator, options);
+    kept.declare({.bytes = 1000, .placement = kKeep});
+    EXPECT_NO_THROW(kept.commit());
+    ActivationCheckpointer spilled(*rank.backend, *rank.communicator, options);
+    spilled.declare({.bytes = 1000, .placement = kPartitionAndSpill});
+    expect_refused("need a directory", [&] { spilled.commit(); });
+  });
 }
 
 // The budget of what lies in a region is for bytes, that of an arena for whole chunks.
