@@ -420,6 +420,15 @@ TEST(Engine, NamesTheOptionAndTheRanksThatDiffer) {
     if (r == 3) o.units[2].parameters[0].count = 3001;
   });
   EXPECT_NE(shape.find("rank 3"), std::string::npos) << shape;
+  const std::string missing = message_of([](int r, ToyOptions& o) {
+    if (r > 0) o.engine.agreement = {{"seed", "7"}};
+  });
+  EXPECT_NE(missing.find("seed is 7 on ranks 1, 2, 3, nothing on rank 0"), std::string::npos) << missing;
+  const std::string pass = message_of([](int r, ToyOptions& o) {
+    if (r == 1) o.units[1].backward_reads_parameters = !o.units[1].backward_reads_parameters;
+  });
+  EXPECT_NE(pass.find("unit:unit1 is "), std::string::npos) << pass;
+  EXPECT_NE(pass.find("gradient-only"), std::string::npos) << pass;
 }
 
 TEST(Engine, RefusesMisuseWithWordsAndGoesOn) {
@@ -831,6 +840,32 @@ TEST(Engine, PlacesManySmallUnits) {
   }
 }
 
+// The slice of a rank takes two pieces on the control plane.
+TEST(Engine, AParameterOfSeveralPiecesComesBack) {
+  for (const int stage : {1, 3}) {
+    run_ranks(2, {}, [&](Rank& rank) {
+      EngineOptions options;
+      options.stage = stage;
+      options.ema = 0.5;
+      Engine engine(*rank.backend, *rank.kernels, *rank.communicator, options);
+      const UnitId unit = engine.add_unit("u");
+      const ParameterId large = engine.add_parameter(unit, "large", 2'200'000);
+      const ParameterId frozen = engine.add_parameter(unit, "frozen", 2'200'000, 0, /*frozen=*/true);
+      engine.commit();
+      std::vector<float> values(2'200'000);
+      for (std::size_t i = 0; i < values.size(); ++i) values[i] = static_cast<float>(i);
+      engine.set_parameter(large, values);
+      engine.set_parameter(frozen, values);
+      EXPECT_TRUE(engine.get_parameter(large) == values) << "stage " << stage;
+      EXPECT_TRUE(engine.get_parameter(frozen) == values) << "stage " << stage;
+      engine.swap_average();
+      EXPECT_TRUE(engine.get_average(large) == values) << "stage " << stage;
+      EXPECT_THROW(engine.set_parameter_part(large, 2'200'001, Span<const float>(values).first(1)), Error);
+      EXPECT_THROW(engine.set_parameter_part(large, 2'199'999, Span<const float>(values).first(2)), Error);
+    });
+  }
+}
+
 TEST(Engine, RefusesValuesOutOfRange) {
   const auto refused = [](const std::function<void(ToyOptions&)>& change) {
     ToyOptions options = options_for(1, DataType::kFloat32, 1);
@@ -844,6 +879,7 @@ TEST(Engine, RefusesValuesOutOfRange) {
   };
   EXPECT_TRUE(refused([](ToyOptions& o) { o.units[1].parameters[0].group = 1 << 30; }));
   EXPECT_TRUE(refused([](ToyOptions& o) { o.engine.beta2 = 1.0; }));
+  EXPECT_TRUE(refused([](ToyOptions& o) { o.engine.beta2 = 1.0 - 1e-9; })) << "1 in fp32";
   EXPECT_TRUE(refused([](ToyOptions& o) { o.engine.epsilon = 1e-60; }));
   EXPECT_TRUE(refused([](ToyOptions& o) { o.engine.loss_scale.initial = std::nan(""); }));
   for (const double value : {std::nan(""), 1e39, -1e308}) {  // Infinite in fp32.

@@ -54,7 +54,9 @@ TEST(Lease, NamesParametersByTheirIds) {
     m.engine.set_parameter(m.wte, values);
     m.begin();
     {
-      const Lease lease = m.engine.forward(m.embedding, m.stream);
+      Lease lease = m.engine.forward(m.embedding, m.stream);
+      Lease& same = lease;
+      lease = std::move(same);
       EXPECT_EQ(lease.parameter(m.wte), lease.parameter(0));
       const ParameterView<float> view = lease.view<float>(m.wte);
       throw_if_error(rank.backend->stream_synchronize(m.stream));
