@@ -2,7 +2,10 @@
 
 #include <gtest/gtest.h>
 
+#include <atomic>
+#include <chrono>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "tests/engine/toy_cases.h"
@@ -48,6 +51,29 @@ void expect_planned(Engine& engine, const std::string& what) {
   EXPECT_EQ(measured.traffic.sent, steps) << what;
   EXPECT_EQ(measured.traffic.received, steps) << what;
   EXPECT_EQ(measured.peak, measured.planned) << what;
+}
+
+// The next update writes the parameters that it reads.
+TEST(EvaluationEnd, WaitsForTheTrainersStream) {
+  ToyOptions options = options_for(1, DataType::kFloat32, 1);
+  run_ranks(1, {}, [&](Rank& rank) {
+    ToyTrainer trainer(options, rank);
+    trainer.initialize();
+    const Stream stream = value_or_throw(rank.backend->stream_create());
+    std::atomic<bool> has_read{false};
+    trainer.engine().evaluation_begin();
+    {
+      const Lease lease = trainer.engine().forward(0, stream);
+      throw_if_error(call_on(*rank.backend, stream, [&] {
+        std::this_thread::sleep_for(std::chrono::milliseconds(20));
+        has_read = true;
+      }));
+    }
+    trainer.engine().evaluation_end();
+    EXPECT_TRUE(has_read);
+    throw_if_error(rank.backend->stream_synchronize(stream));
+    throw_if_error(rank.backend->stream_destroy(stream));
+  });
 }
 
 void check(const ToyOptions& options, const std::string& what) {

@@ -238,6 +238,14 @@ TEST(Optimizers, TheAverageMayTakeThePlaceOfTheWeightsForAWhile) {
       EXPECT_EQ(result.averages, expected.averages) << text_of(options);
     });
   }
+  // The average would be rounded for good.
+  const ToyOptions halves = options_of({Optimizer::kAdamW, MomentFormat::kFloat32, false, 0.75}, 1,
+                                       DataType::kBfloat16, 1, kSettings[0]);
+  run_ranks(1, {}, [&](Rank& rank) {
+    ToyTrainer trainer(halves, rank);
+    trainer.initialize();
+    EXPECT_THROW(trainer.engine().swap_average(), Error);
+  });
 }
 
 // A run without an average goes on with one, which begins as its weights.
@@ -492,6 +500,36 @@ TEST(Optimizers, MuonInAllReduceGroupsGivesTheBitsOfThePlainLoops) {
 }
 
 // A frozen matrix is not multiplied, and keeps its m until it trains again.
+// It lies between parameters of its group.
+TEST(Optimizers, AFixedParameterStays) {
+  for (const Optimizer optimizer : {Optimizer::kAdamW, Optimizer::kAdafactor}) {
+    ToyOptions options = options_of({optimizer}, 1, DataType::kFloat32, 2, kSettings[0]);
+    options.units = {{{{100}, {100}, {100}}, {}, true}};
+    run_ranks(2, {}, [&](Rank& rank) {
+      ToyTrainer trainer(options, rank);
+      trainer.initialize();
+      std::vector<std::vector<float>> before;
+      for (int p = 0; p < 3; ++p) before.push_back(trainer.engine().get_parameter({0, p}));
+      trainer.engine().freeze({0, 1}, true);
+      trainer.fixed = 1;
+      static_cast<void>(trainer.step(0));
+      EXPECT_NE(trainer.engine().get_parameter({0, 0}), before[0]);
+      EXPECT_EQ(trainer.engine().get_parameter({0, 1}), before[1]) << optimizer_name(optimizer);
+      EXPECT_NE(trainer.engine().get_parameter({0, 2}), before[2]);
+    });
+  }
+}
+
+// A rank has the end of one vector, the whole of the next, and their v one after another.
+TEST(Optimizers, MuonKeepsTheMomentsOfCutVectorsApart) {
+  for (const int stage : {0, 1, 3}) {
+    ToyOptions options = options_of({Optimizer::kMuon}, stage, DataType::kFloat32, 2, kSettings[0]);
+    options.units = {
+        {{{5000}, {3000}}, {}, true}, {{{5000}, {3000}}, {}, true}, {{{5000}, {3000}}, {}, true}};
+    expect_same(run_toy(options), reference_toy(options), text_of(options));
+  }
+}
+
 TEST(Optimizers, MuonLeavesAMatrixThatIsFixed) {
   std::vector<ToyResult> results;
   for (const auto& [stage, setting] :
