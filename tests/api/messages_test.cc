@@ -149,18 +149,19 @@ std::vector<std::string> two_ranks(const c::Options& options, Body body) {
 }
 
 TEST(CApiMessages, NameTheValueThatDiffersBetweenRanks) {
-  for (const bool weights : {false, true}) {
+  for (const std::string given : {"weights", "lr", "beta1", "beta2"}) {
+    const bool weights = given == "weights";
     const auto errors = two_ranks({{"deadline", "3000"}}, [&](One& one, int rank) {
       const float value = weights && rank == 1 ? 2 : 1;
       ASSERT_OK(forebay_engine_set(one.engine, one.second, 0, FOREBAY_FP32, &value, 3, 1));
       if (!weights) {
-        ASSERT_OK(forebay_hyperparameter(one.engine, 1, "lr", rank == 0 ? 0.5 : 0.25));
+        ASSERT_OK(forebay_hyperparameter(one.engine, 1, given.c_str(), rank == 0 ? 0.5 : 0.25));
       }
       EXPECT_THROW(one.step(1), c::Error);
     });
     for (const std::string& error : errors) {
-      const char* const part = weights ? "values given to parameter w2"
-                                       : "lr of parameter group 1 is 0.25 on rank 1, 0.5 on rank 0";
+      const std::string part = weights ? "values given to parameter w2"
+                                       : given + " of parameter group 1 is 0.25 on rank 1, 0.5 on rank 0";
       EXPECT_NE(error.find(part), std::string::npos) << error;
     }
   }
