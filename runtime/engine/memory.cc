@@ -11,7 +11,6 @@
 namespace forebay {
 namespace {
 
-// Ranges of the store are padded to this. Smaller: transfers need a copy. Larger: files take more space.
 // The drive is measured for files from this size on. Smaller: the measurement takes longer than it saves.
 // Larger: more runs use block sizes and depths that were not measured.
 constexpr std::uint64_t kMeasuredFileBytes = 256u << 20;
