@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -124,6 +125,30 @@ TEST_F(Safetensors, WhatIsWrittenComesBack) {
       << "temporary left";
 }
 
+TEST_F(Safetensors, OnlyAFileForTransformersNamesItsFormat) {
+  for (const bool for_transformers : {false, true}) {
+    SafetensorsWriter(path(), {{"nothing", {0}}}, for_transformers).finish();
+    std::ifstream stream(path(), std::ios::binary);
+    const std::string text((std::istreambuf_iterator<char>(stream)), std::istreambuf_iterator<char>());
+    EXPECT_EQ(text.find(R"("__metadata__":{"format":"pt"})") != std::string::npos, for_transformers) << text;
+  }
+}
+
+TEST_F(Safetensors, ATensorThatCannotBeReadLeavesTheOthers) {
+  SafetensorsWriter writer(path(), {{"a", {1}}, {"b", {1}}});
+  writer.write(std::vector<float>{1, 2});
+  writer.finish();
+  SafetensorsReader reader(path());
+  fs::resize_file(path(), fs::file_size(path()) - 1);
+  EXPECT_THROW(reader.read("b"), Error);
+  EXPECT_EQ(reader.read("a"), std::vector<float>{1});
+}
+
+TEST_F(Safetensors, MoreValuesThanTheHeaderHasAreADefect) {
+  SafetensorsWriter writer(path(), {{"a", {1}}});
+  EXPECT_DEATH(writer.write(std::vector<float>{1, 2}), "more than the header");
+}
+
 TEST_F(Safetensors, AnUnfinishedExportLeavesNothing) {
   { SafetensorsWriter writer(path(), {{"a", {4}}}); }
 
@@ -172,6 +197,12 @@ TEST_F(Safetensors, BrokenFilesAreRefusedWithWhatIsWrong) {
   EXPECT_EQ(error_of(write_raw(std::string("\xFF\xFF\xFF\xFF\xFF\xFF\xFF\xFF", 8))).code(),
             StatusCode::kCorruption);
   EXPECT_EQ(error_of(path("missing")).code(), StatusCode::kIoError);
+  ASSERT_EQ(::mkfifo(path("pipe").c_str(), 0600), 0);
+  EXPECT_NE(error_of(path("pipe")).message().find("it is not a regular file"), std::string::npos);
+  // An empty tensor takes no place.
+  SafetensorsReader empty(
+      write("{\"a\":" + entry("[1]", "[0,4]") + ",\"b\":" + entry("[0]", "[0,0]") + "}", 4));
+  EXPECT_EQ(empty.tensors().size(), 2u);
   EXPECT_EQ(error_of(directory_.string()).code(), StatusCode::kIoError);
 }
 
