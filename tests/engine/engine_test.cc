@@ -387,6 +387,18 @@ TEST(Engine, RefusesABudgetOneChunkUnderThePlanAndNamesThePoolAndTheOption) {
       EXPECT_NE(refused.find(part), std::string::npos) << part << " is not in: " << refused;
     EXPECT_LT(refused.size(), 300u) << refused;
   }
+  // The device has no more, whatever the budget says.
+  options.engine.memory_bytes = std::uint64_t{1} << 50;
+  WorldOptions small;
+  small.backend.memory_bytes = reserved - (64u << 10);
+  run_ranks(3, small, [&](Rank& rank) {
+    try {
+      const ToyTrainer trainer(options, rank);
+      ADD_FAILURE() << "a device below the plan was accepted";
+    } catch (const Error& error) {
+      EXPECT_NE(std::string(error.what()).find("the plan needs "), std::string::npos) << error.what();
+    }
+  });
 }
 
 TEST(Engine, NamesTheOptionAndTheRanksThatDiffer) {

@@ -58,6 +58,8 @@ TEST(Lease, NamesParametersByTheirIds) {
       Lease& same = lease;
       lease = std::move(same);
       EXPECT_EQ(lease.parameter(m.wte), lease.parameter(0));
+      refused("unit embedding has no parameter 1; give 0 to 0",
+              [&] { static_cast<void>(lease.parameter(1)); });
       const ParameterView<float> view = lease.view<float>(m.wte);
       throw_if_error(rank.backend->stream_synchronize(m.stream));
       EXPECT_EQ(view.count, 12u);

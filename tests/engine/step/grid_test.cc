@@ -116,7 +116,9 @@ TEST(EngineGrid, CountsReplicatedPartsOfOffloadedUnitsOnce) {
     ToyOptions options = options_for(2, DataType::kFloat32, 2);
     options.engine.micro_steps = micro_steps;
     options.steps = 3;
-    EXPECT_EQ(actual.norms, run_toy(options).grad_norms);
+    const ToyResult expected = run_toy(options);
+    EXPECT_EQ(actual.norms, expected.grad_norms);
+    for (const ToyResult& part : actual.parts) EXPECT_EQ(part.masters, expected.masters);
   }
 }
 

@@ -344,6 +344,9 @@ TEST(SharedUnits, NeedAGridAndAreNotSkipped) {
     options.first_unit_shared_over = shared.get();
     EXPECT_THROW(ToyTrainer(options, rank), Error);
     options.engine.grid = world.get();
+    options.engine.order_of_units = OrderOfUnits::kRecorded;
+    EXPECT_THROW(ToyTrainer(options, rank), Error);
+    options.engine.order_of_units = OrderOfUnits::kStrict;
     ToyTrainer trainer(options, rank);
     trainer.initialize();
     trainer.engine().step_begin();
