@@ -149,7 +149,7 @@ std::vector<std::string> two_ranks(const c::Options& options, Body body) {
 }
 
 TEST(CApiMessages, NameTheValueThatDiffersBetweenRanks) {
-  for (const std::string given : {"weights", "lr", "beta1", "beta2"}) {
+  for (const std::string given : {"weights", "lr", "weight-decay", "beta1", "beta2", "epsilon"}) {
     const bool weights = given == "weights";
     const auto errors = two_ranks({{"deadline", "3000"}}, [&](One& one, int rank) {
       const float value = weights && rank == 1 ? 2 : 1;
@@ -160,8 +160,9 @@ TEST(CApiMessages, NameTheValueThatDiffersBetweenRanks) {
       EXPECT_THROW(one.step(1), c::Error);
     });
     for (const std::string& error : errors) {
+      const std::string name = given == "weight-decay" ? "weight decay" : given;
       const std::string part = weights ? "values given to parameter w2"
-                                       : given + " of parameter group 1 is 0.25 on rank 1, 0.5 on rank 0";
+                                       : name + " of parameter group 1 is 0.25 on rank 1, 0.5 on rank 0";
       EXPECT_NE(error.find(part), std::string::npos) << error;
     }
   }

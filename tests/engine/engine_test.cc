@@ -663,6 +663,37 @@ TEST_F(SavedState, KeepsThePlaceBetweenTwoGrowthsOfTheLossScale) {
   });
 }
 
+// A scale of 1 would lose small gradients. A parameter that is a part of the saved one is another.
+TEST_F(SavedState, OfAnotherTypeLeavesTheLossScaleAndOfAnotherSizeIsRefused) {
+  const ToyOptions bf16 = options_for(2, DataType::kBfloat16, 1);
+  run_ranks(1, {}, [&](Rank& rank) {
+    ToyTrainer trainer(bf16, rank);
+    trainer.initialize();
+    trainer.engine().save_state(directory_, "x");
+  });
+  ToyOptions options = options_for(2, DataType::kFloat16, 1);
+  run_ranks(1, {}, [&](Rank& rank) {
+    ToyTrainer trainer(options, rank);
+    trainer.engine().load_state(directory_);
+    EXPECT_EQ(trainer.engine().loss_scale(), 1024);
+  });
+  for (const std::uint64_t count : {2999u, 3001u}) {
+    options.units[2].parameters[0].count = count;
+    run_ranks(1, {}, [&](Rank& rank) {
+      ToyTrainer trainer(options, rank);
+      try {
+        trainer.engine().load_state(directory_);
+        ADD_FAILURE() << count << " elements were loaded";
+      } catch (const Error& error) {
+        EXPECT_NE(
+            std::string(error.what()).find("has 3000 elements there and " + std::to_string(count) + " here"),
+            std::string::npos)
+            << error.what();
+      }
+    });
+  }
+}
+
 TEST_F(SavedState, LoadsAtAnotherNumberOfRanks) {
   ToyOptions options = options_for(3, DataType::kBfloat16, 4);
   std::string saved_digest;
