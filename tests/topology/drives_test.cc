@@ -69,6 +69,7 @@ TEST_F(DrivesTest, TakesTheDeepestMountAndOfEqualOnesTheLast) {
   mount("tier/inner", "0:33", "tmpfs tmpfs rw");
   mount("tier/inner", "259:1", "xfs /dev/nvme1n1 rw");
   mount("tier/in", "0:34", "tmpfs tmpfs rw");
+  mount("tier/oth", "0:35", "tmpfs tmpfs rw");
 
   EXPECT_EQ(locate(host_.directory("tier/other")).drive_names(), "nvme0n1");
   EXPECT_EQ(locate(host_.directory("tier/inner/a")).drive_names(), "nvme1n1");
@@ -152,6 +153,17 @@ TEST_F(DrivesTest, SeesTheDrivesOfAVolumeAndAllTheirNodes) {
   EXPECT_EQ(facts.drive_names(), "nvme0n1+nvme1n1");
   EXPECT_EQ(facts.nodes, (Numbers{0, 1}));
   EXPECT_EQ(facts.kind, DirectoryKind::kDrive);
+}
+
+TEST_F(DrivesTest, FindsNoDriveOfVolumesThatLieOnEachOther) {
+  host_.link("sys/devices/virtual/block/dm-3/slaves/dm-4", "sys/devices/virtual/block/dm-4");
+  host_.link("sys/devices/virtual/block/dm-4/slaves/dm-3", "sys/devices/virtual/block/dm-3");
+  host_.link("sys/dev/block/253:3", "sys/devices/virtual/block/dm-3");
+
+  const DirectoryFacts facts = locate(mount("loop", "253:3", "ext4 /dev/dm-3 rw"));
+
+  EXPECT_EQ(facts.drive_names(), "");
+  EXPECT_EQ(facts.kind, DirectoryKind::kUnknown);
 }
 
 TEST_F(DrivesTest, FindsTheDriveOfAFileSystemWithANumberOfItsOwn) {

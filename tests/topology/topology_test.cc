@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdlib>
+#include <sstream>
 
 #include "forebay/thread_binding.h"
 #include "tests/topology/laid_out_host.h"
@@ -501,6 +502,54 @@ TEST_F(HwlocTopology, ShowsTheSameFactsOfTwoNodes) {
   EXPECT_EQ(topology.nodes_near(AttachmentKind::kDrive, "nvme1n1"), Numbers{1});
   EXPECT_EQ(topology.nodes_near(AttachmentKind::kNetworkInterface, "eth0"), Numbers{1});
   EXPECT_EQ(topology.nodes_near(AttachmentKind::kNetworkInterface, "eth1"), Numbers{});
+}
+
+// The machine of two_nodes.xml with texts replaced, in a file of the test's own.
+std::string changed_machine(const LaidOutHost& host,
+                            const std::vector<std::pair<std::string, std::string>>& changes) {
+  std::ostringstream text;
+  text << std::ifstream(std::string(FOREBAY_TEST_DATA) + "/two_nodes.xml").rdbuf();
+  std::string machine = text.str();
+  for (const auto& [old_text, new_text] : changes) {
+    const std::size_t at = machine.find(old_text);
+    EXPECT_NE(at, std::string::npos) << old_text;
+    machine.replace(at, old_text.size(), new_text);
+  }
+  const std::string path = host.paths().sys + "/machine.xml";
+  std::filesystem::create_directories(host.paths().sys);
+  std::ofstream(path) << machine;
+  return path;
+}
+
+TEST_F(HwlocTopology, LeavesOutProcessorsAndMemoryThatAreNotAllowed) {
+  const LaidOutHost host;
+  const HwlocMachine machine(
+      "HWLOC_XMLFILE",
+      changed_machine(host, {{"allowed_cpuset=\"0x000000ff\"", "allowed_cpuset=\"0x0000006d\""},
+                             {"allowed_nodeset=\"0x00000003\"", "allowed_nodeset=\"0x00000002\""}}));
+
+  const Topology topology = read_topology();
+
+  ASSERT_EQ(topology.nodes.size(), 2u);
+  EXPECT_EQ(topology.nodes[0].cores, (std::vector<Numbers>{{0}, {2, 3}}));
+  EXPECT_EQ(topology.nodes[1].cores, (std::vector<Numbers>{{5}, {6}}));
+  EXPECT_FALSE(topology.nodes[0].memory_usable);
+  EXPECT_TRUE(topology.nodes[1].memory_usable);
+}
+
+TEST_F(HwlocTopology, TakesADeviceThatIsAsNearToAllNodesForNearNone) {
+  const LaidOutHost host;
+  const std::string device =
+      R"(<object type="Bridge" gp_index="200" bridge_type="0-1" depth="0" bridge_pci="0000:[fe-fe]">)"
+      R"(<object type="PCIDev" gp_index="201" pci_busid="0000:fe:00.0" pci_type="0302 [10de:2335] [10de:2335] a1")"
+      R"( pci_link_speed="0.000000"/></object></object><distances2)";
+  const HwlocMachine machine("HWLOC_XMLFILE", changed_machine(host, {{"</object>\n  <distances2", device}}));
+
+  const Topology topology = read_topology();
+
+  ASSERT_EQ(topology.nodes.size(), 2u);
+  EXPECT_EQ(topology.nodes_near(AttachmentKind::kPci, "0000:fe:00.0"), Numbers{});
+  EXPECT_EQ(topology.nodes_near(AttachmentKind::kPci, "0000:12:00.0"), Numbers{1});
 }
 
 TEST_F(HwlocTopology, ShowsAnyMachine) {
