@@ -117,6 +117,7 @@ TEST(TorchSnapshot, DevicesAreTracesOfTheirOwn) {
 struct Frame {
   const char* file;
   const char* function;
+  std::int64_t line = 7;
 };
 
 // The holder of a block that was requested with this stack, the innermost frame first.
@@ -133,7 +134,7 @@ std::string holder_of(const std::vector<Frame>& frames) {
     writer.begin_dict()
         .entry("filename", frame.file)
         .entry("name", frame.function)
-        .entry("line", 7)
+        .entry("line", frame.line)
         .end_dict();
   }
   writer.end_list().end_dict().end_list().end_list().end_dict();
@@ -161,6 +162,13 @@ TEST(TorchSnapshot, PathsOfWindowsAreUnderstood) {
             "train.py:7 step");
   EXPECT_EQ(holder_of({{R"(C:\v\Lib\site-packages\torch\nn\functional.py)", "linear"}}),
             R"(torch\nn\functional.py:7 linear)");
+}
+
+TEST(TorchSnapshot, NamesOfBlocksArePrintable) {
+  EXPECT_EQ(holder_of({{"/home/u/m\xc3\xb6.py", "a\tb\x7f"}}), "m??.py:7 a?b?");
+  EXPECT_EQ(holder_of({{"/home/u/model.py", "forward", 0}}), "model.py forward");
+  EXPECT_EQ(holder_of({{"/v/site-packages", "call"}}), "site-packages:7 call");
+  EXPECT_EQ(holder_of({{"??", "mine::Thing::apply(int)"}}), "??:7 mine::Thing::apply(int)");
 }
 
 TEST(TorchSnapshot, ABlockOfTheBackwardPassIsNamedAfterItsAutogradNode) {
@@ -225,6 +233,73 @@ TEST(TorchSnapshot, ReadsWhatPythonWrites) {
     EXPECT_EQ(trace.warm_event_count, 3u);
     EXPECT_EQ(trace.failure.has_value(), std::string(name).substr(0, 4) == "frag");
   }
+}
+
+struct Block {
+  std::int64_t size;
+  std::int64_t requested;
+  std::int64_t address;
+};
+
+void write_segment(PickleWriter& writer, std::int64_t device, std::int64_t bytes,
+                   const std::vector<Block>& blocks) {
+  writer.begin_dict().entry("device", device).entry("address", 0x1000).entry("total_size", bytes);
+  writer.text("blocks").begin_list();
+  for (const Block& block : blocks) {
+    writer.begin_dict()
+        .entry("size", block.size)
+        .entry("requested_size", block.requested)
+        .entry("address", block.address)
+        .entry("state", "active_allocated")
+        .end_dict();
+  }
+  writer.end_list().end_dict();
+}
+
+TEST(TorchSnapshot, ABlockIsAtItsOwnAddressAndHoldsNoMoreThanItsSize) {
+  PickleWriter writer;
+  writer.begin_dict().text("segments").begin_list();
+  write_segment(writer, 0, 8192, {{512, 9999, 0x2000}});
+  writer.end_list().text("device_traces").begin_list();
+  write_events(writer, {{"alloc", 0x2000, 500}, {"snapshot", 0, 0}});
+
+  const AllocationTrace trace = parse(writer.end_list().end_dict().finish());
+
+  EXPECT_EQ(trace.warm_event_count, 0u);
+  ASSERT_TRUE(trace.state.has_value());
+  EXPECT_EQ(trace.state->requested_bytes, 512u);
+  EXPECT_EQ(trace.format, "PyTorch memory snapshot");
+  EXPECT_EQ(trace.origin, TraceOrigin::kPyTorch);
+  EXPECT_TRUE(trace.notes.empty());
+}
+
+TEST(TorchSnapshot, ADeviceWithoutABlockIsShownWhereThereIsNoOther) {
+  PickleWriter writer;
+  writer.begin_list();
+  write_segment(writer, 0, 4096, {});
+
+  EXPECT_TRUE(parse(writer.end_list().finish()).events.empty());
+}
+
+TEST(TorchSnapshot, SegmentsThatNoDeviceHasAreRefused) {
+  const auto refused = [](const std::vector<std::int64_t>& bytes, std::int64_t device = 0,
+                          const std::vector<Block>& blocks = {}) {
+    PickleWriter writer;
+    writer.begin_list();
+    for (const std::int64_t one : bytes) write_segment(writer, device, one, blocks);
+    return refusal(writer.end_list().finish());
+  };
+  constexpr auto kLimit = static_cast<std::int64_t>(kTraceBlockLimit);
+  expect_contains(refused({kLimit + 1}), "segment 1: more is reserved than any device has");
+  expect_contains(refused({kLimit, 1}), "segment 2: more is reserved than any device has");
+  expect_contains(refused({100}, 0, {{60, 60, 0x1000}, {60, 60, 0x2000}}),
+                  "segment 1: a block has no size, or one beyond its segment");
+  expect_contains(refused({100}, 256), "a segment is no dict, or of no device there is");
+  PickleWriter writer;
+  writer.begin_dict().text("device_traces").begin_list();
+  for (int device = 0; device < 257; ++device) writer.empty_list();
+  expect_contains(refusal(writer.end_list().end_dict().finish()), "more devices than there can be");
+  expect_contains(refusal(snapshot_of({{"alloc", 1, kLimit + 1}})), "event 1 (alloc): it has no usable");
 }
 
 TEST(TorchSnapshot, NamesTheEventOfWhatMakesNoSense) {
