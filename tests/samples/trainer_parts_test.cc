@@ -1,0 +1,430 @@
+// The parts of the sample's trainer one by one: its checks of files and states, the opening of a rank, and
+// the order of its transfers.
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "forebay/error.h"
+#include "forebay/host_backend.h"
+#include "forebay/local_communicator.h"
+#include "model/host_operations.h"
+#include "model/text.h"
+#include "output/files.h"
+#include "parallel/checkpointed_inputs.h"
+#include "parallel/grid.h"
+#include "parallel/parted_state.h"
+#include "parallel/pipeline_group.h"
+#include "runtime/device/forwarding_backend.h"
+#include "tests/samples/small_training.h"
+#include "tests/support/forwarding_communicator.h"
+#include "tests/support/temporary_directory.h"
+#include "trainer/cursor.h"
+#include "trainer/initial.h"
+#include "trainer/rank_setup.h"
+#include "trainer/training.h"
+
+namespace forebay::gpt {
+namespace {
+
+// The error that a call throws; empty, and a failure of the test, where it throws none.
+Status thrown_by(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    return error.status();
+  }
+  ADD_FAILURE() << "nothing was thrown";
+  return {};
+}
+
+void expect_thrown(StatusCode code, const std::string& text, const std::function<void()>& call) {
+  const Status status = thrown_by(call);
+  EXPECT_EQ(status.code(), code) << status.message();
+  EXPECT_NE(status.message().find(text), std::string::npos) << status.message();
+}
+
+class TrainerParts : public ::testing::Test {
+ protected:
+  std::string path(const std::string& name) const { return directory_ / name; }
+  void make_directory(const std::string& name) const { std::filesystem::create_directories(path(name)); }
+  void write(const std::string& name, const std::string& text) const {
+    std::ofstream(path(name), std::ios::binary) << text;
+  }
+  TrainerOptions options() const {
+    TrainerOptions o = testing::small_options();
+    testing::write_text(path("text"), testing::kTextBytes, testing::kTextSeed);
+    o.text = {path("text")};
+    return o;
+  }
+
+  const forebay::testing::TemporaryDirectory directory_;
+};
+
+// --- the cursor ---
+
+constexpr Cursor kCursor{
+    .samples = 1, .seed = 2, .text = 3, .heads = 4, .part = 5, .rope_theta = 6, .norm_epsilon = 0.5};
+
+TEST(TrainerCursor, IsReadAsItWasWritten) {
+  const Cursor read = Cursor::from_text(kCursor.to_text());
+  EXPECT_EQ(read.to_text(), kCursor.to_text());
+  EXPECT_EQ(read.part, 5u);
+  EXPECT_EQ(read.rope_theta, 6);
+  EXPECT_EQ(read.norm_epsilon, 0.5);
+  EXPECT_EQ((Cursor{.samples = 1}).to_text(), R"({"samples":1,"seed":0,"text":0,"heads":0,"part":0})");
+  for (const char* const damaged : {"", "[]", "{\"samples\": 1}", "{\"samples\": -1, \"seed\": 0}"})
+    expect_thrown(StatusCode::kCorruption, "its data cursor has no ", [&] { Cursor::from_text(damaged); });
+}
+
+TEST(TrainerCursor, EachSettingMustBeThatOfTheSavedRun) {
+  const auto refused = [](const Cursor& saved, StatusCode code, const std::string& text) {
+    expect_thrown(code, text, [&] { check_may_resume(kCursor, saved, "LOAD", "DIRECTORY"); });
+  };
+  check_may_resume(kCursor, kCursor, "LOAD", "DIRECTORY");
+  Cursor saved = kCursor;
+  saved.samples = 99;
+  // A state of an older version does not say these two.
+  saved.rope_theta = saved.norm_epsilon = 0;
+  check_may_resume(kCursor, saved, "LOAD", "DIRECTORY");
+  saved = kCursor;
+  saved.seed = 9;
+  refused(saved, StatusCode::kInvalidArgument, "--load-state LOAD was saved with another --seed, 9;");
+  saved = kCursor;
+  saved.text = 9;
+  refused(saved, StatusCode::kInvalidArgument, "another --text;");
+  saved = kCursor;
+  saved.heads = 9;
+  refused(saved, StatusCode::kInvalidArgument, "another --heads, 9;");
+  saved = kCursor;
+  saved.rope_theta = 9;
+  refused(saved, StatusCode::kInvalidArgument, "another --rope-theta, 9;");
+  saved = kCursor;
+  saved.norm_epsilon = 0.25;
+  refused(saved, StatusCode::kInvalidArgument, "another rms_norm_eps, 0.25, which --initial gives;");
+  saved = kCursor;
+  saved.part = 9;
+  refused(saved, StatusCode::kCorruption, "DIRECTORY holds part 9 of the model, not part 5");
+}
+
+// --- files ---
+
+TEST_F(TrainerParts, ChecksOfFilesLeaveNothingBehind) {
+  TrainerOptions o = options();
+  o.save_state = path("state");
+  make_directory("drive");
+  o.offload_directories = o.activation_directories = {path("drive")};
+  check_files(o);
+  EXPECT_FALSE(std::filesystem::exists(path("state")));
+  EXPECT_TRUE(std::filesystem::is_empty(path("drive")));
+  make_directory("state");
+  check_files(o);
+  EXPECT_TRUE(std::filesystem::is_empty(path("state")));
+}
+
+TEST_F(TrainerParts, EachFileIsCheckedUnderItsOption) {
+  const auto refused = [&](const std::string& text, const std::function<void(TrainerOptions&)>& change) {
+    TrainerOptions o = options();
+    change(o);
+    expect_thrown(StatusCode::kIoError, text, [&] { check_files(o); });
+  };
+  const std::string nowhere = path("nowhere/file");
+  refused("--report", [&](TrainerOptions& o) { o.report_file = nowhere; });
+  refused("--logits", [&](TrainerOptions& o) { o.logits_file = nowhere; });
+  refused("--write-tokens", [&](TrainerOptions& o) { o.tokens_file = nowhere; });
+  refused("--export", [&](TrainerOptions& o) { o.export_file = nowhere; });
+  refused("--flight-recorder", [&](TrainerOptions& o) { o.flight_recorder = nowhere; });
+  refused("--save-state", [&](TrainerOptions& o) { o.save_state = nowhere + "/state"; });
+  refused("--offload-tier", [&](TrainerOptions& o) { o.offload_directories = {nowhere}; });
+  refused("--activations", [&](TrainerOptions& o) { o.activation_directories = {nowhere}; });
+  refused("cannot read the text file", [&](TrainerOptions& o) { o.evaluation_text = {nowhere}; });
+  refused("it is a directory; give existing files with --text",
+          [&](TrainerOptions& o) { o.text = {directory_.path()}; });
+  // The timeline of rank 1 lies beside that of rank 0.
+  make_directory("timeline.rank-1.json");
+  refused("--timeline", [&](TrainerOptions& o) {
+    o.ranks = 2;
+    o.timeline_file = path("timeline.json");
+  });
+}
+
+TEST_F(TrainerParts, ASavedStateIsReplacedOnlyByARunThatGoesOnFromIt) {
+  make_directory("state");
+  write("state/latest", "step-1");
+  make_directory("other");
+  std::filesystem::create_directory_symlink(path("state"), path("link"));
+  TrainerOptions o = options();
+  o.save_state = path("state");
+  const auto refused = [&] {
+    expect_thrown(StatusCode::kInvalidArgument, "holds a saved state already", [&] { check_files(o); });
+  };
+  refused();
+  o.load_state = path("other");
+  refused();
+  o.load_state = path("link");
+  check_files(o);
+
+  o.load_state.clear();
+  o.initial_file = "weights";
+  find_state_to_resume(o);
+  EXPECT_EQ(o.load_state, "");
+  o.resume = true;
+  find_state_to_resume(o);
+  EXPECT_EQ(o.load_state, path("state"));
+  EXPECT_EQ(o.initial_file, "");
+  o = options();
+  o.resume = true;
+  o.save_state = path("other");
+  o.initial_file = "weights";
+  find_state_to_resume(o);
+  EXPECT_EQ(o.load_state, "");
+  EXPECT_EQ(o.initial_file, "weights");
+}
+
+TEST_F(TrainerParts, AStateIsFoundByEachOfItsFiles) {
+  make_directory("a");
+  EXPECT_FALSE(holds_state(path("a")));
+  std::filesystem::create_symlink("latest", path("a/latest"));  // A link in a loop.
+  EXPECT_TRUE(holds_state(path("a")));
+  make_directory("b");
+  write("b/parts", "step-1");
+  EXPECT_TRUE(holds_state(path("b")));
+  make_directory("c/step-1");
+  EXPECT_FALSE(holds_state(path("c")));
+  write("c/step-1/manifest.json", "{}");
+  EXPECT_TRUE(holds_state(path("c")));
+}
+
+// A communicator of one rank.
+std::unique_ptr<Communicator> lone_rank(Backend& backend, Kernels& kernels) {
+  return LocalGroup::create(1, {})->communicator(0, backend, kernels).value();
+}
+
+TEST_F(TrainerParts, AStateInPartsIsLoadedByItsPartsAndThenRemoved) {
+  const auto backend = HostBackend::create({}).value();
+  const auto kernels = Kernels::create(*backend).value();
+  const auto world = lone_rank(*backend, *kernels);
+  Grid grid(*world, {});
+  const std::string text = " tensor-parallel 1 pipeline-parallel 1\n";
+  for (const char* const name : {"s/step-4/part-0", "s/step-8/part-0", "s/step-9"}) make_directory(name);
+  const std::string state = path("s");
+  EXPECT_EQ(directory_to_load(grid, state, std::nullopt), state);
+  write("s/parts", "step-8" + text);
+  EXPECT_EQ(directory_to_load(grid, state, std::nullopt), state + "/step-8/part-0");
+  EXPECT_EQ(directory_to_load(grid, state, 4), state + "/step-4/part-0");
+  expect_thrown(StatusCode::kIoError, "no state of step 5 is saved",
+                [&] { directory_to_load(grid, state, 5); });
+  write("s/parts", "step-8 tensor-parallel 2 pipeline-parallel 1\n");
+  expect_thrown(StatusCode::kInvalidArgument, "in other parts than this run has",
+                [&] { directory_to_load(grid, state, std::nullopt); });
+  write("s/parts", "step-8/../step-4" + text);
+  expect_thrown(StatusCode::kCorruption, "names no saved state",
+                [&] { directory_to_load(grid, state, std::nullopt); });
+  write("s/latest", "step-9");
+  EXPECT_EQ(directory_to_load(grid, state, std::nullopt), state);
+
+  remove_parted_states(state);
+  EXPECT_FALSE(std::filesystem::exists(state + "/parts"));
+  EXPECT_FALSE(std::filesystem::exists(state + "/step-8"));
+  EXPECT_TRUE(std::filesystem::exists(state + "/step-9"));
+  // Without the file nothing is taken for a state in parts.
+  make_directory("s/step-8/part-0");
+  remove_parted_states(state);
+  EXPECT_TRUE(std::filesystem::exists(state + "/step-8/part-0"));
+}
+
+// --- grids ---
+
+TEST(TrainerGrid, RefusalsNameTheOption) {
+  EXPECT_TRUE(check_grid(8, {.tensor_parallel = 2, .pipeline_parallel = 2}).ok());
+  EXPECT_TRUE(check_grid(6, {.tensor_parallel = 4}).message().starts_with("--tensor-parallel"));
+  EXPECT_TRUE(check_grid(6, {.tensor_parallel = 2, .pipeline_parallel = 2})
+                  .message()
+                  .starts_with("--pipeline-parallel"));
+  EXPECT_TRUE(check_order_group(8, {.tensor_parallel = 2}, 4).ok());
+  EXPECT_EQ(
+      check_order_group(12, {.tensor_parallel = 2}, 4).message(),
+      "--order group:4: groups of 4 do not divide the 6 data-parallel ranks that 12 ranks make; use one of "
+      "group:1, group:2, group:3, group:6");
+  EXPECT_EQ(
+      check_order_group(6, {}, 4).message(),
+      "--order group:4: groups of 4 do not divide the 6 data-parallel ranks; use one of group:1, group:2, "
+      "group:3, group:6");
+}
+
+// --- activations ---
+
+TEST(TrainerActivations, ArePlacedByTheRoom) {
+  TrainerOptions o = testing::small_options();
+  o.recompute_every = 1;
+  EXPECT_EQ(choose_activations(o, {}, {.keep = 1000, .elsewhere = 100}, 1000), std::nullopt);
+  constexpr std::uint64_t kMuch = std::uint64_t{1} << 30;
+  EXPECT_EQ(choose_activations(o, {}, {.keep = 2 * kMuch, .elsewhere = 100}, kMuch), kMuch - 100);
+  expect_thrown(StatusCode::kOutOfMemory,
+                "they take 1000 B (1000 bytes) with the inputs of recomputed blocks kept",
+                [&] { choose_activations(o, {}, {.keep = 1000, .elsewhere = 900}, 800); });
+
+  ActivationPlan plan;
+  plan.options.ranks = 2;
+  plan.slots = {{.placement = ActivationPlacement::kPartition}, {.placement = ActivationPlacement::kKeep}};
+  plan.places = {{.ways = 2, .slice_bytes = 1024}, {.ways = 1, .slice_bytes = 1024}};
+  EXPECT_EQ(activations_name(plan), "partition");
+  EXPECT_EQ(describe_choice(plan), "partition: the inputs of 1 of 2 recomputed blocks are cut over 2 ranks");
+  plan.slots[0].placement = ActivationPlacement::kPartitionAndSpill;
+  plan.spilled_bytes_per_micro_batch = 512;
+  EXPECT_EQ(
+      describe_choice(plan),
+      "partition+cpu: the inputs of 1 of 2 recomputed blocks are cut over 2 ranks, and 512 B of each rank's "
+      "2.00 KiB wait in host memory");
+}
+
+// --- weights and texts ---
+
+TEST_F(TrainerParts, EachParameterHasValuesOfItsOwn) {
+  GptParameter parameter;
+  parameter.shape = {4, 4};
+  parameter.initial = Initial::kNormal;
+  parameter.deviation = 1;
+  EXPECT_NE(random_values(parameter, 0, 1), random_values(parameter, 1, 1));
+  EXPECT_NE(random_values(parameter, 0, 1), random_values(parameter, 0, 2));
+  EXPECT_EQ(random_values(parameter, 1, 1), random_values(parameter, 1, 1));
+}
+
+TEST_F(TrainerParts, AnotherTokenOrLengthIsAnotherText) {
+  const auto hash_of = [&](const std::string& bytes) {
+    write("tokens", bytes);
+    return Text::open(path("tokens"), 1000).hash();
+  };
+  const std::string bytes(2000, '\1');
+  std::string other = bytes;
+  other[1998] = '\2';
+  EXPECT_NE(hash_of(bytes), hash_of(other));
+  // More tokens than are hashed: they lie over the whole file, and the length counts.
+  constexpr std::size_t kLong = std::size_t{1} << 22;
+  const std::string many(kLong, '\1');
+  std::string half = many;
+  std::fill(half.begin() + kLong / 2, half.end(), '\2');
+  EXPECT_NE(hash_of(many), hash_of(half));
+  EXPECT_NE(hash_of(many), hash_of(many + many));
+}
+
+// --- ranks ---
+
+TEST_F(TrainerParts, ARankTakesItsShareOfTheHost) {
+  const auto open = [&](int threads, int local_size) {
+    TrainerOptions o = options();
+    o.threads = threads;
+    return open_rank(o, {.rank = 0, .size = 1, .local_rank = 0, .local_size = local_size},
+                     [](Backend& backend, Kernels& kernels) {
+                       return LocalGroup::create(1, {})->communicator(0, backend, kernels);
+                     });
+  };
+  const Rank alone = open(0, 1), of_four = open(3, 4), of_many = open(0, 1 << 20);
+  EXPECT_EQ(alone.threads, default_compute_threads());
+  EXPECT_EQ(of_four.threads, 3);
+  EXPECT_EQ(of_many.threads, 1);
+  const auto bytes = [](const Rank& rank) {
+    return static_cast<double>(rank.backend->capabilities().memory_bytes);
+  };
+  EXPECT_NEAR(bytes(alone) / bytes(of_four), 4, 1.5);
+  EXPECT_STREQ(alone.backend->capabilities().name, "host of rank 0");
+}
+
+TEST_F(TrainerParts, AFailedRunWritesItsFlightRecords) {
+  TrainerOptions o = options();
+  o.flight_recorder = directory_.path();
+  o.memory_bytes = 1;
+  const auto record = [&](int rank) {
+    std::ifstream file(flight_file(o, rank));
+    return std::string(std::istreambuf_iterator<char>(file), {});
+  };
+  expect_thrown(StatusCode::kOutOfMemory, "", [&] { run_training(std::vector<TrainerOptions>{o}); });
+  EXPECT_NE(record(0).find("last_operations"), std::string::npos);
+  EXPECT_EQ(record(0).find("rank 0: "), std::string::npos) << record(0);
+  expect_thrown(StatusCode::kOutOfMemory, "", [&] { run_training(std::vector<TrainerOptions>{o, o}); });
+  EXPECT_NE(record(0).find("rank "), std::string::npos) << record(0);
+  EXPECT_NE(record(1).find("rank "), std::string::npos) << record(1);
+}
+
+// --- transfers ---
+
+// Writes down what is recorded and waited for; streams and events by the order of their first use.
+class WatchedOrder final : public ForwardingBackend {
+ public:
+  explicit WatchedOrder(Backend& below) : ForwardingBackend(below) {}
+  Status event_record(Event event, Stream stream) override {
+    log += "record " + number(event.handle) + " on " + number(stream.handle) + "; ";
+    return ForwardingBackend::event_record(event, stream);
+  }
+  Status stream_wait(Stream stream, Event event) override {
+    log += number(stream.handle) + " waits for " + number(event.handle) + "; ";
+    return ForwardingBackend::stream_wait(stream, event);
+  }
+  std::string number(void* handle) {
+    const auto found = std::find(handles_.begin(), handles_.end(), handle);
+    const auto index = found - handles_.begin();
+    if (found == handles_.end()) handles_.push_back(handle);
+    return std::to_string(index);
+  }
+  std::string taken() { return std::exchange(log, {}); }
+  std::string log;
+
+ private:
+  std::vector<void*> handles_;
+};
+
+class WatchedTransfers final : public forebay::testing::ForwardingCommunicator {
+ public:
+  WatchedTransfers(std::unique_ptr<Communicator> inner, WatchedOrder& order)
+      : ForwardingCommunicator(std::move(inner)), order_(order) {}
+  Status send(const std::byte*, std::size_t, int peer, std::uint32_t, Stream stream) override {
+    order_.log += "send to rank " + std::to_string(peer) + " on " + order_.number(stream.handle) + "; ";
+    return {};
+  }
+  Status recv(std::byte*, std::size_t, int peer, std::uint32_t, Stream stream) override {
+    order_.log += "receive of rank " + std::to_string(peer) + " on " + order_.number(stream.handle) + "; ";
+    return {};
+  }
+
+ private:
+  WatchedOrder& order_;
+};
+
+TEST(TrainerStageLink, OrdersTransfersBehindTheWorkAndTheWorkBehindThem) {
+  const auto host = HostBackend::create({}).value();
+  WatchedOrder backend(*host);
+  const auto kernels = Kernels::create(*host).value();
+  WatchedTransfers communicator(lone_rank(*host, *kernels), backend);
+  const Stream compute = host->stream_create().value();
+  const std::size_t before = host->live_handle_count();
+  {
+    StageLink link(backend, communicator, compute, 3, 5);
+    EXPECT_EQ(backend.number(compute.handle), "0");
+    std::byte byte{};
+    link.receive(&byte, 1);
+    // 1: the event of the computed work; 2: the link's stream; 3: the event of the receipt.
+    EXPECT_EQ(backend.taken(), "record 1 on 0; 2 waits for 1; receive of rank 3 on 2; record 3 on 2; ");
+    link.wait_for_received();
+    EXPECT_EQ(backend.taken(), "0 waits for 3; ");
+    link.send(&byte, 1, 0);
+    EXPECT_EQ(backend.taken(), "record 1 on 0; 2 waits for 1; send to rank 5 on 2; record 4 on 2; ");
+    link.send(&byte, 1, 1);
+    EXPECT_EQ(backend.taken(), "record 1 on 0; 2 waits for 1; send to rank 5 on 2; record 5 on 2; ");
+    // The place of two micro-steps before.
+    link.wait_for_place(2);
+    EXPECT_EQ(backend.taken(), "0 waits for 4; ");
+    link.wait_for_place(3);
+    EXPECT_EQ(backend.taken(), "0 waits for 5; ");
+  }
+  EXPECT_EQ(host->live_handle_count(), before);
+  ASSERT_TRUE(host->stream_destroy(compute).ok());
+}
+
+}  // namespace
+}  // namespace forebay::gpt
