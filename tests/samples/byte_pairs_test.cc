@@ -12,6 +12,7 @@
 #include <fstream>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <sstream>
 #include <string>
 #include <utility>
 #include <vector>
@@ -316,6 +317,27 @@ TEST_F(TokenizerFile, ManyAddedTokensTakeLinearTime) {
   EXPECT_EQ(read_tokenizer(path("tokenizer.json")).vocabulary(), 65'300u);
 }
 
+TEST_F(TokenizerFile, APairOfFilesIsFoundInItsDirectoryAndReadLineByLine) {
+  const auto hash = static_cast<Token>(vocabulary_.size());
+  vocabulary_["##"] = hash;
+  // A character that stands for no byte is a text of its own.
+  const std::string letter = "\u0155";
+  vocabulary_[letter] = hash + 1;
+  merges_.push_back(nlohmann::json::array({"#", "#"}));
+  write_pair();
+  std::ostringstream lines;
+  lines << std::ifstream(path("merges.txt")).rdbuf();
+  std::string text = lines.str();
+  for (std::size_t at = 0; (at = text.find('\n', at)) != std::string::npos; at += 2) text.insert(at, "\r");
+  write("merges.txt", text);
+
+  const BytePairs pairs = read_tokenizer(directory_.string());
+
+  EXPECT_EQ(pairs.encode("##"), std::vector<Token>{hash});
+  EXPECT_EQ(pairs.encode("the").size(), 1u);
+  EXPECT_EQ(pairs.bytes_of(static_cast<Token>(hash + 1)), letter);
+}
+
 TEST_F(TokenizerFile, OthersAreRefusedInWords) {
   refused("none.json", StatusCode::kIoError, "cannot read");
   write("other.json", "{\"a\": 1}");
@@ -342,6 +364,16 @@ TEST_F(TokenizerFile, OthersAreRefusedInWords) {
   refused("tokenizer.json", StatusCode::kUnsupported, "pre_tokenizer is");
   changed([](auto& root) { root["pre_tokenizer"]["add_prefix_space"] = true; });
   refused("tokenizer.json", StatusCode::kUnsupported, "add_prefix_space is true");
+  changed([](auto& root) { root["model"]["byte_fallback"] = true; });
+  refused("tokenizer.json", StatusCode::kUnsupported, "byte_fallback is true");
+  changed([](auto& root) { root["normalizer"] = {{"type", "NFC"}}; });
+  refused("tokenizer.json", StatusCode::kUnsupported, "normalizer is");
+  for (const char* const key : {"lstrip", "rstrip", "single_word"}) {
+    changed([&](auto& root) {
+      root["added_tokens"].push_back({{"content", "<a>"}, {"id", 300}, {key, true}});
+    });
+    refused("tokenizer.json", StatusCode::kUnsupported, std::string(key) + " is true");
+  }
   changed([](auto& root) { root["model"]["vocab"]["big"] = 70000; });
   refused("tokenizer.json", StatusCode::kUnsupported, "tokens have 16 bits");
   changed([](auto& root) { root["model"]["vocab"]["twice"] = 65; });

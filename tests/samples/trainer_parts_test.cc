@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <chrono>
 #include <filesystem>
 #include <fstream>
 #include <functional>
@@ -79,7 +80,13 @@ TEST(TrainerCursor, IsReadAsItWasWritten) {
   EXPECT_EQ(read.rope_theta, 6);
   EXPECT_EQ(read.norm_epsilon, 0.5);
   EXPECT_EQ((Cursor{.samples = 1}).to_text(), R"({"samples":1,"seed":0,"text":0,"heads":0,"part":0})");
-  for (const char* const damaged : {"", "[]", "{\"samples\": 1}", "{\"samples\": -1, \"seed\": 0}"})
+  expect_thrown(StatusCode::kCorruption, "its data cursor has no samples",
+                [] { Cursor::from_text(R"({"samples": -1, "seed": 0, "text": 0, "heads": 0, "part": 0})"); });
+  for (const char* const damaged : {
+           "",
+           "[]",
+           "{\"samples\": 1}",
+       })
     expect_thrown(StatusCode::kCorruption, "its data cursor has no ", [&] { Cursor::from_text(damaged); });
 }
 
@@ -239,6 +246,13 @@ TEST_F(TrainerParts, AStateInPartsIsLoadedByItsPartsAndThenRemoved) {
   EXPECT_TRUE(std::filesystem::exists(state + "/step-8/part-0"));
 }
 
+TEST(TrainerFiles, TheTimelineOfRank0HasTheGivenName) {
+  TrainerOptions o;
+  o.timeline_file = "a/b.json";
+  EXPECT_EQ(timeline_file(o, 0), "a/b.json");
+  EXPECT_EQ(timeline_file(o, 3), "a/b.rank-3.json");
+}
+
 // --- grids ---
 
 TEST(TrainerGrid, RefusalsNameTheOption) {
@@ -285,6 +299,13 @@ TEST(TrainerActivations, ArePlacedByTheRoom) {
 }
 
 // --- weights and texts ---
+
+TEST(TrainerTokens, AWholeTokenMustBeThere) {
+  BytePairs::Tables tables;
+  for (int byte = 0; byte < 256; ++byte) tables.tokens.emplace_back(1, static_cast<char>(byte));
+  tables.whole = {300};
+  expect_thrown(StatusCode::kCorruption, "the whole token 300 is not there", [&] { BytePairs made(tables); });
+}
 
 TEST_F(TrainerParts, EachParameterHasValuesOfItsOwn) {
   GptParameter parameter;
@@ -350,6 +371,82 @@ TEST_F(TrainerParts, AFailedRunWritesItsFlightRecords) {
   expect_thrown(StatusCode::kOutOfMemory, "", [&] { run_training(std::vector<TrainerOptions>{o, o}); });
   EXPECT_NE(record(0).find("rank "), std::string::npos) << record(0);
   EXPECT_NE(record(1).find("rank "), std::string::npos) << record(1);
+}
+
+TEST_F(TrainerParts, RanksAgreeOnTheirTexts) {
+  const TrainerOptions o = options();
+  testing::write_text(path("other"), testing::kTextBytes, testing::kTextSeed + 1);
+  TrainerOptions other = o;
+  other.text = {path("other")};
+  expect_thrown(StatusCode::kInvalidArgument, "--text", [&] { run_training({o, other}); });
+  other = o;
+  other.evaluation_text = {path("other")};
+  TrainerOptions same = o;
+  same.evaluation_text = o.text;
+  expect_thrown(StatusCode::kInvalidArgument, "--evaluation-text", [&] { run_training({same, other}); });
+}
+
+TEST_F(TrainerParts, OptionsReachTheEngineAndTheReport) {
+  TrainerOptions o = options();
+  testing::write_text(path("evaluation"), 200, testing::kTextSeed + 1);
+  o.evaluation_text = {path("evaluation")};
+  const TrainingReport report = run_training(o);
+  EXPECT_EQ(report.device, "host");
+  const auto text = std::find_if(report.training.begin(), report.training.end(),
+                                 [](const auto& one) { return one.first == "text"; });
+  ASSERT_NE(text, report.training.end());
+  EXPECT_EQ(text->second, std::to_string(training_text(o).hash()));
+  o.evaluation_samples = 1'000'000;  // More than there are.
+  EXPECT_EQ(run_training(o).evaluations.back().loss, report.evaluations.back().loss);
+  o.epsilon = 1;
+  EXPECT_NE(run_training(o).digest, report.digest);
+}
+
+TEST_F(TrainerParts, TheReportOfAGridIsMeasuredOnEachOfItsRanks) {
+  TrainerOptions o = options();
+  o.model.heads = 4;
+  o.ranks = 4;
+  o.tensor_parallel = 2;
+  o.pipeline_parallel = 2;
+  o.micro_steps = 2;
+  o.recompute_every = 1;
+  o.activations = ActivationPlacement::kPartition;
+  o.timeline_file = path("timeline.json");
+  const auto begin = std::chrono::steady_clock::now();
+  const TrainingReport report = run_training(o);
+  const double wall_ms =
+      std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - begin).count();
+
+  ASSERT_EQ(report.ranks.size(), 4u);
+  ASSERT_EQ(report.digest.size(), 4 * 32u + 3);
+  EXPECT_EQ(report.digest[32], '+');
+  for (const RankReport& rank : report.ranks) {
+    EXPECT_GT(rank.communication_ms_per_step, 0);
+    EXPECT_LE(rank.communication_ms_per_step * static_cast<double>(o.steps), 4 * wall_ms);
+    EXPECT_LE(rank.exposed_communication_ms_per_step, rank.communication_ms_per_step);
+    EXPECT_GT(rank.tensor_sent_bytes_per_step, 0);
+    EXPECT_EQ(rank.tensor_received_bytes_per_step, rank.tensor_sent_bytes_per_step);
+    EXPECT_GT(rank.pipeline_sent_bytes_per_step, 0);
+    EXPECT_EQ(rank.pipeline_received_bytes_per_step, rank.pipeline_sent_bytes_per_step);
+    EXPECT_GT(rank.saved_sent_bytes_per_step, 0);
+    EXPECT_EQ(rank.saved_sent_bytes_per_step, static_cast<double>(rank.planned_saved_sent_bytes_per_step));
+  }
+  EXPECT_EQ(report.ranks[0].most_passes_in_flight, 2u);
+  EXPECT_NEAR(report.tokens_per_second * report.ranks[0].step_ms / 1e3, 2 * 2 * 12, 1e-6);
+  // The second pipeline stage receives all that the first one sends.
+  const auto of_kind = [&](std::size_t rank, const std::string& kind) {
+    const auto found = std::find_if(report.traffic[rank].begin(), report.traffic[rank].end(),
+                                    [&](const OperationReport& one) { return one.operation == kind; });
+    EXPECT_NE(found, report.traffic[rank].end()) << kind;
+    return *found;
+  };
+  const OperationReport sent = of_kind(0, "send"), received = of_kind(2, "recv");
+  EXPECT_GT(sent.sent_bytes[2], 0u);
+  EXPECT_EQ(sent.sent_bytes[2], received.received_bytes[0]);
+  EXPECT_EQ(sent.received_bytes[2], 0u);
+  for (const auto& operations : report.traffic) {
+    for (const OperationReport& operation : operations) EXPECT_GT(operation.count, 0u) << operation.operation;
+  }
 }
 
 // --- transfers ---

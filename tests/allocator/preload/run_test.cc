@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "allocator/preload/events.h"
 #include "runtime/command/run/environment.h"
 #include "runtime/command/run/summary.h"
 #include "tests/allocator/preload/preload_run.h"
@@ -803,8 +804,93 @@ TEST(RunEnvironmentTest, RecognisesAnOuterRun) {
 
 TEST(RunEnvironmentTest, APathThatCannotBePreloadedIsRefused) {
   RunOptions wanted = options();
-  wanted.preload_library = "/opt/my programs/libforebay-preload.so";
+  for (const char* const path :
+       {"/opt/my programs/libforebay-preload.so", "/opt/a:b/libforebay-preload.so"}) {
+    wanted.preload_library = path;
+    EXPECT_EQ(run_environment(wanted, {}).status().code(), StatusCode::kInvalidArgument) << path;
+  }
+}
+
+TEST(RunEnvironmentTest, SaysWhoseChoiceItKeepsAndWhetherTensorsWouldReplaceIt) {
+  const auto first_line = [](const RunOptions& wanted, const Environment& inherited) {
+    return run_environment(wanted, inherited).value().lines.at(0);
+  };
+  const std::string replaced = "; --tensors replaces it";
+  const std::string expandable = first_line(
+      options(), {{"PYTORCH_ALLOC_CONF", "expandable_segments:True"}, {kRunWithinVariable, "/tmp/outer"}});
+  EXPECT_NE(position(expandable, "(yours, kept)"), std::string::npos) << expandable;
+  EXPECT_NE(position(expandable, replaced), std::string::npos) << expandable;
+  const Environment tensors = {{"PYTORCH_ALLOC_CONF", "backend:cudaMallocAsync"}};
+  const std::string kept = first_line(options(), tensors);
+  EXPECT_NE(position(kept, "(yours, kept)"), std::string::npos) << kept;
+  EXPECT_EQ(position(kept, replaced), std::string::npos) << kept;
+  RunOptions wanted = options();
+  wanted.tensors = true;
+  EXPECT_EQ(position(first_line(wanted, tensors), "in place of"), std::string::npos);
+}
+
+TEST(RunEnvironmentTest, LimitsAreRefusedOnlyOutOfTheirRange) {
+  RunOptions wanted = options();
+  wanted.memory = "2MiB";
+  EXPECT_EQ(run_environment(wanted, {{"FOREBAY_MEMORY", "2MiB"}}).value().lines.size(), 1u);
+  wanted.memory = "2097151";
   EXPECT_EQ(run_environment(wanted, {}).status().code(), StatusCode::kInvalidArgument);
+  // The limit of the outer run alone is nothing to remark.
+  const RunEnvironment within =
+      run_environment(options(), {{kRunWithinMemoryVariable, "2147483648"}}).value();
+  EXPECT_EQ(within.set.at("FOREBAY_MEMORY"), "2147483648");
+  EXPECT_EQ(within.lines.size(), 1u);
+
+  wanted = options();
+  for (const std::uint64_t bytes :
+       {std::uint64_t{0}, std::uint64_t{kPreloadEventsLeastBytes}, std::uint64_t{kPreloadEventsMostBytes}}) {
+    wanted.events = std::to_string(bytes);
+    EXPECT_TRUE(run_environment(wanted, {}).ok()) << bytes;
+  }
+  for (const std::uint64_t bytes :
+       {std::uint64_t{kPreloadEventsLeastBytes} - 1, std::uint64_t{kPreloadEventsMostBytes} + 1}) {
+    wanted.events = std::to_string(bytes);
+    EXPECT_FALSE(run_environment(wanted, {}).ok()) << bytes;
+  }
+}
+
+TEST(RunEnvironmentTest, ObservesWithoutAnOptionThatChangesSomething) {
+  RunOptions wanted = options();
+  wanted.mode = PreloadMode::kObserve;
+  const RunEnvironment made = run_environment(wanted, {{kRunWithinMemoryVariable, "2147483648"}}).value();
+  EXPECT_EQ(made.set.at("FOREBAY_PRELOAD"), "observe");
+  EXPECT_EQ(made.set.count("PYTORCH_ALLOC_CONF"), 0u);
+  EXPECT_NE(position(made.lines.back(),
+                     "the 2.00 GiB that the forebay run around this one allows are not enforced"),
+            std::string::npos);
+  const auto refused = [](const RunOptions& given, const std::string& text) {
+    const Status status = run_environment(given, {}).status();
+    EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
+    EXPECT_NE(position(status.message(), text), std::string::npos) << status.message();
+  };
+  RunOptions changed = wanted;
+  changed.memory = "2GiB";
+  refused(changed, "--observe changes nothing, so it cannot keep to --memory 2GiB");
+  changed = wanted;
+  changed.learned = "file";
+  refused(changed, "place blocks by --learned file");
+  changed = wanted;
+  changed.tensors = true;
+  refused(changed, "have PyTorch allocate by --tensors");
+
+  wanted.mode = PreloadMode::kOff;
+  EXPECT_EQ(run_environment(wanted, {}).value().lines.size(), 1u);
+  EXPECT_EQ(run_environment(wanted, {{kRunWithinMemoryVariable, "2147483648"}}).value().lines.size(), 2u);
+}
+
+TEST(RunEnvironmentTest, ReadsTheModeOfTheEnvironment) {
+  EXPECT_EQ(inherited_mode({}), PreloadMode::kArena);
+  EXPECT_EQ(inherited_mode({{"FOREBAY_PRELOAD", "arena"}}), PreloadMode::kArena);
+  EXPECT_EQ(inherited_mode({{"FOREBAY_PRELOAD", "observe"}}), PreloadMode::kObserve);
+  EXPECT_EQ(inherited_mode({{"FOREBAY_PRELOAD", "off"}}), PreloadMode::kOff);
+  for (const char* const mode : {"arena", "observe", "off"})
+    EXPECT_TRUE(run_environment(options(), {{"FOREBAY_PRELOAD", mode}}).ok()) << mode;
+  EXPECT_FALSE(run_environment(options(), {{"FOREBAY_PRELOAD", "sometimes"}}).ok());
 }
 
 TEST(RunEnvironmentTest, ReadsPyTorchsConfiguration) {
@@ -814,6 +900,7 @@ TEST(RunEnvironmentTest, ReadsPyTorchsConfiguration) {
   EXPECT_EQ(torch_granularity("backend:cudaMallocAsync"), TorchGranularity::kTensors);
   EXPECT_EQ(torch_granularity("max_split_size_mb:64, backend : cudaMallocAsync"), TorchGranularity::kTensors);
   EXPECT_EQ(torch_granularity("expandable_segments:True"), TorchGranularity::kExpandable);
+  EXPECT_EQ(torch_granularity("expandable_segments:true"), TorchGranularity::kExpandable);
   EXPECT_EQ(torch_granularity("expandable_segments:False"), TorchGranularity::kSegments);
   EXPECT_EQ(torch_granularity("garbage,,:,"), TorchGranularity::kSegments);
 }

@@ -3,6 +3,8 @@
 
 #include <gtest/gtest.h>
 
+#include <vector>
+
 #include "forebay/host_backend.h"
 #include "forebay/stream_call.h"
 
@@ -68,6 +70,25 @@ TEST(AccessGuard, StaysOpenUntilTheLastClose) {
   two.wait();
 
   EXPECT_EQ(two.guarded[0], std::byte{7});
+}
+
+TEST(AccessGuard, RefusesARangeWhoseEndIsGuarded) {
+  const auto backend =
+      HostBackend::create({.memory_bytes = 4 * kGranule, .granularity = kGranule, .guard = true}).value();
+  const DevicePtr base = backend->reserve(2 * kGranule, 0).value();
+  std::vector<Chunk> chunks;
+  for (const DevicePtr address : {base, base + kGranule}) {
+    chunks.push_back(backend->chunk_create(kGranule).value());
+    ASSERT_TRUE(backend->map(address, chunks.back()).ok());
+    ASSERT_TRUE(backend->set_access(address, kGranule).ok());
+  }
+  ASSERT_TRUE(backend->access_guard()->guard(base + kGranule, kGranule, "end").ok());
+
+  EXPECT_EQ(backend->access_guard()->guard(base, 2 * kGranule, "both").code(), StatusCode::kInvalidArgument);
+
+  ASSERT_TRUE(backend->unmap(base, 2 * kGranule).ok());
+  for (const Chunk chunk : chunks) ASSERT_TRUE(backend->chunk_destroy(chunk).ok());
+  ASSERT_TRUE(backend->release(base, 2 * kGranule).ok());
 }
 
 TEST(AccessGuard, RefusesARangeThatIsGuardedOrNotMapped) {

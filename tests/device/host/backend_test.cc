@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -46,6 +47,41 @@ TEST(HostBackend, RefusesAQueueWithoutRoom) {
   options.queue_limit = 0;
   EXPECT_EQ(ScriptedHostBackend::create(options).status().message(),
             "cannot make host backend host: a queue_limit of 0 lets nothing run; give at least 1");
+}
+
+TEST(HostBackend, RefusesAFaultThatIsNoneAndAKernelWithoutAFunction) {
+  EXPECT_EQ(ScriptedHostBackend::create(small_options(), {.faults = {HostFault{}}}).status().message(),
+            "cannot make host backend host: a fault has nth 0 or no error; count from 1 and give a status");
+  const auto backend = ScriptedHostBackend::create(small_options()).value();
+  const HostKernel kernels[] = {{"nothing", nullptr}, {nullptr, nullptr}};
+  const Status status = backend->load_module({.host_kernels = kernels}).status();
+  EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
+  EXPECT_NE(status.message().find("kernel nothing has no function"), std::string::npos) << status.message();
+}
+
+TEST(HostBackend, HasTheMemoryOfTheMachineUnlessLessIsGiven) {
+  const std::size_t bytes = HostBackend::create({}).value()->capabilities().memory_bytes;
+  EXPECT_EQ(bytes, static_cast<std::size_t>(::sysconf(_SC_PHYS_PAGES)) *
+                       static_cast<std::size_t>(::sysconf(_SC_PAGESIZE)));
+}
+
+// A hole between chunks is no place for a larger one.
+TEST(HostBackend, ChunksOfAnySizeShareNoMemory) {
+  const auto backend = ScriptedHostBackend::create(small_options()).value();
+  const Chunk first = backend->chunk_create(kHostGranule).value();
+  const Chunk second = backend->chunk_create(kHostGranule).value();
+  ASSERT_TRUE(backend->chunk_destroy(first).ok());
+  const Chunk third = backend->chunk_create(2 * kHostGranule).value();
+  const DevicePtr base = backend->reserve(3 * kHostGranule, 0).value();
+  ASSERT_TRUE(backend->map(base, second).ok());
+  ASSERT_TRUE(backend->map(base + kHostGranule, third).ok());
+  ASSERT_TRUE(backend->set_access(base, 3 * kHostGranule).ok());
+  std::fill_n(base, kHostGranule, std::byte{1});
+  std::fill_n(base + kHostGranule, 2 * kHostGranule, std::byte{2});
+  EXPECT_EQ(std::count(base, base + kHostGranule, std::byte{1}), static_cast<std::ptrdiff_t>(kHostGranule));
+  ASSERT_TRUE(backend->unmap(base, 3 * kHostGranule).ok());
+  for (const Chunk chunk : {second, third}) ASSERT_TRUE(backend->chunk_destroy(chunk).ok());
+  ASSERT_TRUE(backend->release(base, 3 * kHostGranule).ok());
 }
 
 TEST(HostBackend, RefusesABadGranularity) {
