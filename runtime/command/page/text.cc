@@ -1,5 +1,6 @@
 #include "runtime/command/page/text.h"
 
+#include <algorithm>
 #include <cstddef>
 
 #include "forebay/text.h"
@@ -57,10 +58,11 @@ std::string time_text(std::uint64_t ns) {
   const auto value = static_cast<double>(ns);
   if (ns == 0) return "0 s";
   if (ns < 1000) return format_text("%.0f ns", value);
-  if (ns < 1'000'000) return format_text("%.2f µs", value / 1e3);
-  if (ns < 1'000'000'000) return format_text("%.2f ms", value / 1e6);
-  if (ns < 60'000'000'000) return format_text("%.2f s", value / 1e9);
-  const std::uint64_t seconds = ns / 1'000'000'000;
+  // A figure that would be rounded to 1000.00, or to 60.00 s, is one of the next unit.
+  if (ns < 999'995) return format_text("%.2f µs", value / 1e3);
+  if (ns < 999'995'000) return format_text("%.2f ms", value / 1e6);
+  if (ns < 59'995'000'000) return format_text("%.2f s", value / 1e9);
+  const std::uint64_t seconds = std::max<std::uint64_t>(ns / 1'000'000'000, 60);
   return std::to_string(seconds / 60) + " min " + std::to_string(seconds % 60) + " s";
 }
 

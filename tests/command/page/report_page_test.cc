@@ -149,9 +149,13 @@ TEST(PageText, FiguresHaveUnits) {
   const std::pair<std::uint64_t, const char*> times[] = {{0, "0 s"},
                                                          {999, "999 ns"},
                                                          {1000, "1.00 µs"},
+                                                         {999'994, "999.99 µs"},
+                                                         {999'999, "1.00 ms"},
                                                          {1'000'000, "1.00 ms"},
+                                                         {999'999'999, "1.00 s"},
                                                          {1'000'000'000, "1.00 s"},
                                                          {59'990'000'000, "59.99 s"},
+                                                         {59'999'999'999, "1 min 0 s"},
                                                          {60'000'000'000, "1 min 0 s"},
                                                          {3'661'900'000'000, "61 min 1 s"}};
   for (const auto& [ns, text] : times) EXPECT_EQ(time_text(ns), text);
