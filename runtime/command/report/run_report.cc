@@ -242,6 +242,10 @@ Json parse_json(const std::string& path, const std::string& text) {
   constexpr int kDepthMax = 16;  // Far more than there is in a report.
   if (is_nested_deeper(text, kDepthMax))
     bad_report(path, "it is nested deeper than " + std::to_string(kDepthMax) + " levels");
+  // The parser would take it for the end of the text.
+  if (const std::size_t zero = text.find('\0'); zero != std::string::npos)
+    bad_report(path,
+               "byte " + std::to_string(zero + 1) + " of it is 0, which JSON never has; is it damaged?");
   try {
     return Json::parse(text);
   } catch (const Json::parse_error& error) {

@@ -306,6 +306,7 @@ TEST(RunReport, SaysWhereAFileIsNoJson) {
            "line 2, byte 3 of it: it is not JSON from 'stage: 1}' on");
   contains(complaint("hello"), "line 1, byte 1 of it: it is not JSON from 'hello' on");
   contains(complaint("{\"world_size\": 1e999}"), "a number that is too large");
+  contains(complaint(std::string("{\"world_size\": 2}\0\0", 19)), "byte 18 of it is 0, which JSON never has");
   contains(complaint(std::string(1'000'000, '[') + std::string(1'000'000, ']')),
            "nested deeper than 16 levels");
 }
