@@ -53,7 +53,7 @@ std::vector<int> parse_list(const std::string& text) {
     const std::size_t dash = part.find('-');
     const std::optional<int> first = to_int(part.substr(0, dash));
     const std::optional<int> last = dash == std::string::npos ? first : to_int(part.substr(dash + 1));
-    if (!first || !last || *first < 0 || *last > kLargest) continue;
+    if (!first || !last || *last > kLargest) continue;
     for (int number = *first; number <= *last; ++number) numbers.push_back(number);
   }
   std::sort(numbers.begin(), numbers.end());

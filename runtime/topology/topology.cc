@@ -20,12 +20,6 @@ std::string nodes_text(const std::vector<int>& nodes) {
   return (nodes.size() == 1 ? "node " : "nodes ") + processors_text(nodes);
 }
 
-// The distance from `from` to the node at `index`; unknown distances are equally far.
-int distance(const NumaNode& from, const Topology& topology, std::size_t index) {
-  if (topology.nodes[index].node == from.node) return std::numeric_limits<int>::min();
-  return from.distances.empty() ? 0 : from.distances[index];
-}
-
 // The nodes of `wanted` for which `serves` holds, or else the nearest node for which it does. `wanted` empty:
 // all.
 template <typename Serves>
@@ -44,7 +38,7 @@ std::vector<const NumaNode*> nearest(const Topology& topology, const std::vector
     if (from == nullptr) continue;
     for (std::size_t i = 0; i < topology.nodes.size(); ++i) {
       const NumaNode& node = topology.nodes[i];
-      const int far = distance(*from, topology, i);
+      const int far = from->distances.empty() ? 0 : from->distances[i];  // Unknown ones are equally far.
       if (!serves(node) || far > least) continue;
       if (far < least) found.clear();
       least = far;

@@ -84,8 +84,7 @@ std::string choose_torch(const RunOptions& options, const Environment& inherited
   const TorchChoice chosen = torch_choice(inherited);
   const bool is_chosen = !chosen.variable.empty();
   const bool tensors = options.tensors.value_or(!is_chosen);
-  if (options.mode != PreloadMode::kArena || (!tensors && !is_chosen))
-    return granularity_text(TorchGranularity::kSegments);
+  if (!tensors && !is_chosen) return granularity_text(TorchGranularity::kSegments);
   if (!tensors) {
     const TorchGranularity granularity = torch_granularity(chosen.value);
     const bool is_outer = !value_of(inherited, kRunWithinVariable).empty() && chosen.value == kTorchTensors;
