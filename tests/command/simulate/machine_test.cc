@@ -153,6 +153,19 @@ TEST(Machine, ReadsNoDevicesAndNoHugeFiles) {
   const Status huge = read_cluster(directory / "huge.json").status();
   EXPECT_NE(huge.message().find("larger than 1 MiB"), std::string::npos) << huge.message();
   EXPECT_EQ(read_cluster("/proc/self/mem").status().code(), StatusCode::kIoError);
+  // A point makes it a path too.
+  EXPECT_EQ(read_cluster("missing.json").status().message(),
+            "cannot read the cluster missing.json; is it a file?");
+}
+
+TEST(Machine, RefusesAnUnknownFieldOfAnEfficiency) {
+  Json device = file("H100");
+  device["matrix_efficiency"]["sauce"] = "me";
+  EXPECT_NE(parse_device("mine.json", device.dump())
+                .status()
+                .message()
+                .find("matrix_efficiency.sauce is not a field"),
+            std::string::npos);
 }
 
 TEST(Machine, ADescriptionMayHaveItsDeviceWithin) {
@@ -389,6 +402,8 @@ TEST(Machine, ThePlaceOfThisMachineIsTheFirstVariableThatIsSet) {
   ::unsetenv(names[0]);
   ::unsetenv(names[1]);
   EXPECT_EQ(value_or_throw(this_machine_path()), "/home/a/.cache/forebay/machine.json");
+  ::setenv(names[2], "", 1);
+  EXPECT_EQ(this_machine_path().status().code(), StatusCode::kInvalidArgument);
   ::unsetenv(names[2]);
   EXPECT_EQ(this_machine_path().status().code(), StatusCode::kInvalidArgument);
   set({"/nowhere/m.json", "", "", ""});

@@ -60,6 +60,19 @@ TEST(SimulateCommand, WritesATimeline) {
   ASSERT_EQ(with_model({"--stage", "3", "--timeline", file, "--no-changes"}).exit_code, 0);
   std::ifstream stream(file);
   EXPECT_GT(Json::parse(stream).at("traceEvents").size(), 100u);
+
+  // A file that is no timeline stays as it is, and is not simulated for.
+  const std::string notes = directory / "notes";
+  std::ofstream(notes) << "notes";
+  const Finished refused = with_model({"--timeline", notes, "--no-changes"});
+  EXPECT_EQ(refused.exit_code, 2);
+  EXPECT_NE(refused.output.find("--timeline"), std::string::npos) << refused.output;
+}
+
+TEST(SimulateCommand, LeavesChangesOutAndTakesATypeThatTheDeviceHas) {
+  const Finished finished = with_model({"--cluster", "dgx-2", "--no-changes", "--json"});
+  ASSERT_EQ(finished.exit_code, 0) << finished.output;
+  EXPECT_FALSE(Json::parse(finished.output).contains("changes"));
 }
 
 TEST(SimulateCommand, AnswersBadInput) {
