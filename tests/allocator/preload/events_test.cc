@@ -860,6 +860,110 @@ TEST(ProcessHistory, ARefusalIsOnePointAtItsTime) {
                              [](const PagePoint& a, const PagePoint& b) { return a.time_ns < b.time_ns; }));
 }
 
+// One block that lies elsewhere, and one of the arena that is given out twice; the arena grows twice.
+PreloadEventLog short_log() {
+  PreloadEventLog log;
+  log.start_us = 1'000'000;
+  log.first_number = 7;
+  log.untold_blocks = 2;
+  PreloadDeviceFigures& figures = log.devices.emplace_back();
+  figures.chunk_bytes = 2 * kMiB;
+  figures.allocations = 4;
+  PreloadBlock& before = log.live_before.emplace_back();
+  before.address = 50 * kMiB;
+  before.bytes = kMiB;
+  before.stream = 3;
+  before.device = 0;
+  before.server = PreloadServer::kUnavailable;
+  const auto add = [&](std::uint64_t time_ns, PreloadEventKind kind, std::uint64_t address,
+                       std::uint64_t bytes) {
+    log.events.push_back({.address = address,
+                          .bytes = bytes,
+                          .time_ns = time_ns,
+                          .device = 0,
+                          .server = PreloadServer::kArena,
+                          .kind = kind});
+  };
+  add(500, PreloadEventKind::kFree, 7 * kMiB, 0);  // Frees a block that is not known.
+  add(1000, PreloadEventKind::kReserved, 2 * kMiB, 4 * kMiB);
+  add(2000, PreloadEventKind::kAllocation, 100 * kMiB, 3 * kMiB);
+  add(3000, PreloadEventKind::kRefused, 0, 9 * kMiB);
+  add(4000, PreloadEventKind::kAllocation, 100 * kMiB, kMiB);
+  add(5000, PreloadEventKind::kUntracked, 0, 5);
+  add(6000, PreloadEventKind::kReserved, 4 * kMiB, 6 * kMiB);
+  add(7000, PreloadEventKind::kRefused, 0, 8 * kMiB);
+  add(8000, PreloadEventKind::kFree, 100 * kMiB, kMiB);
+  return log;
+}
+
+TEST(ProcessHistory, HasTheBlocksAndBytesOfEachMoment) {
+  const ProcessHistory history = process_histories(short_log()).at(0);
+
+  EXPECT_EQ(history.peak_requested_bytes, 4 * kMiB);
+  EXPECT_EQ(history.untracked_count, 1u);
+  EXPECT_EQ(history.untracked_bytes, 5u);
+  EXPECT_EQ(history.dropped_events, 7u);
+  EXPECT_EQ(history.untold_blocks, 2u);
+  EXPECT_EQ(history.points.at(0).reserved_bytes, 3 * kMiB);
+  ASSERT_EQ(history.moments.size(), 4u);
+  const PageMoment* const peak = history.moment(kPeakMoment);
+  ASSERT_NE(peak, nullptr);
+  EXPECT_EQ(peak->time_ns, 2000u);
+  EXPECT_EQ(peak->reserved_bytes, 5 * kMiB);
+  ASSERT_EQ(peak->blocks.size(), 2u);
+  EXPECT_EQ(peak->blocks[1].order, 3u);  // Two of the four allocations were kept.
+  const PageMoment* const first = history.moment(kFirstRefusalMoment);
+  ASSERT_NE(first, nullptr);
+  EXPECT_EQ(first->time_ns, 3000u);
+  EXPECT_EQ(first->asked_bytes, 9 * kMiB);
+  const PageMoment* const last = history.moment(kLastRefusalMoment);
+  ASSERT_NE(last, nullptr);
+  EXPECT_EQ(last->asked_bytes, 8 * kMiB);
+  EXPECT_EQ(last->requested_bytes, 2 * kMiB);
+  EXPECT_EQ(last->reserved_bytes, 7 * kMiB);
+  EXPECT_EQ(history.moment(kEndMoment)->requested_bytes, kMiB);
+  EXPECT_EQ(history_trace(history).events.size(), 5u);
+
+  // A single refusal is the first alone.
+  PreloadEventLog once = short_log();
+  std::erase_if(once.events, [](const PreloadEvent& event) { return event.time_ns == 7000; });
+  EXPECT_EQ(process_histories(once).at(0).moment(kLastRefusalMoment), nullptr);
+}
+
+TEST(ProcessHistory, IsWrittenForPyTorchsViewer) {
+  const MemorySnapshot snapshot = history_snapshot(process_histories(short_log()), PreloadMode::kObserve);
+
+  ASSERT_EQ(snapshot.device_traces.size(), 1u);
+  const std::vector<SnapshotEvent>& trace = snapshot.device_traces[0];
+  ASSERT_EQ(trace.size(), 8u);  // A free is two.
+  EXPECT_EQ(trace[2].time_us, 1'000'002u);
+  ASSERT_EQ(snapshot.segments.size(), 1u);
+  EXPECT_EQ(snapshot.segments[0].requested_size, kMiB);
+  EXPECT_EQ(std::get<std::string>(snapshot.allocator_settings.back().value), kSnapshotObserveMode);
+
+  PreloadDeviceFigures figures;
+  figures.chunk_bytes = 2 * kMiB;
+  const std::vector<PageBlock> blocks = {
+      {.address = 101 * kMiB, .bytes = kMiB / 2, .server = PreloadServer::kArena}};
+  const std::vector<PageBlock> pieces = free_pieces(blocks, figures);
+  ASSERT_EQ(pieces.size(), 2u);
+  EXPECT_EQ(pieces[0].address, 100 * kMiB);
+  EXPECT_EQ(pieces[0].bytes, kMiB);
+  EXPECT_EQ(pieces[1].address, 101 * kMiB + kMiB / 2);
+  EXPECT_EQ(pieces[1].bytes, kMiB / 2);
+}
+
+TEST(ProcessHistory, HoldersAreInClassesLargestFirst) {
+  const std::vector<HistoryHolder> holders = holders_of({{.address = 1, .bytes = 1000, .stream = 3},
+                                                         {.address = 2, .bytes = 1 << 20, .stream = 3},
+                                                         {.address = 3, .bytes = 3 << 19, .stream = 3}});
+  ASSERT_EQ(holders.size(), 2u);
+  EXPECT_EQ(holders[0].count, 2u);
+  EXPECT_EQ(holders[0].bytes, std::uint64_t{5} << 19);
+  EXPECT_TRUE(holder_text(holders[0]).starts_with("1.00 MiB to 2.00 MiB each, stream 3, "))
+      << holder_text(holders[0]);
+}
+
 // If the disk is full or the process's limits forbid files, the program goes on unchanged.
 TEST(PreloadEvents, AProgramWithAFileSizeLimitRunsWithoutEvents) {
   const TemporaryDirectory directory;
