@@ -190,6 +190,27 @@ TEST(PreloadMemory, AThreadsDefaultStreamUsesItsFreedMemoryAtOnce) {
   run.expect_no_hazard();
 }
 
+TEST(PreloadMemory, MemoryFreedOnAThreadsDefaultStreamWaitsForItsWork) {
+  PreloadRun run(matter("thread-free"), "arena", {{"FAKE_CUDA_LATENCY_NS", "100000000"}});
+
+  EXPECT_EQ(run.finished.exit_code, 0);
+  EXPECT_EQ(run.finished.output,
+            "idle 0: on another stream 0, plain 0\n"
+            "idle: on another stream 1\n"
+            "after the end of its thread, idle 0: on another thread's 0\n");
+  EXPECT_EQ(run.unserved(), 0u);
+  run.expect_no_hazard();
+}
+
+TEST(PreloadMemory, ThreadsBeyondTheLimitOfStreamsWaitWhenTheyFree) {
+  const Process::Variables slow = {{"FAKE_CUDA_LATENCY_NS", "5000000"}, {"FAKE_CUDA_MEMORY", "1073741824"}};
+  PreloadRun run(matter("many-threads"), "arena", slow);
+
+  EXPECT_EQ(run.finished.exit_code, 0);
+  EXPECT_EQ(run.finished.output, "wrong: 0\n");
+  run.expect_no_hazard();
+}
+
 TEST(PreloadMemory, AttributesOfAnAddressAreThoseOfItsBlock) {
   const PreloadRun bare(matter("attributes"), "none");
   PreloadRun run(matter("attributes"));

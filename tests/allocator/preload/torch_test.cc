@@ -31,7 +31,7 @@ TEST_P(TorchAllocator, SharesTheArenaWithThePreload) {
 
   EXPECT_EQ(run.finished.exit_code, 0);
   EXPECT_EQ(run.finished.output, "all well\n");
-  EXPECT_EQ(run.served(PreloadServer::kArena), 182u);
+  EXPECT_EQ(run.served(PreloadServer::kArena), 222u);
   EXPECT_EQ(run.unserved(), 0u);
   EXPECT_EQ(run.record().live_bytes, 0u);
   EXPECT_EQ(run.fake["calls_cuMemAlloc_v2"], 0u);

@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <functional>
 #include <map>
+#include <mutex>
 #include <set>
 #include <thread>
 #include <vector>
@@ -367,6 +368,84 @@ int reuse() {
   return 0;
 }
 
+// Takes a block on the calling thread's default stream, queues work on it and frees it there. `done`: a
+// stream that waits for that work.
+int free_in_use(CuDevicePtr* block, CuStream done) {
+  CuEvent event = nullptr;
+  CHECK_CU(driver.cuEventCreate(&event, kEventDisableTiming));
+  CHECK_CU(per_thread.cuMemAllocAsync(block, 8 * kMiB, nullptr));
+  for (int i = 0; i < 5; ++i) CHECK_CU(per_thread.cuMemsetD8Async(*block, 1, 4096, nullptr));
+  CHECK_CU(per_thread.cuEventRecord(event, nullptr));
+  CHECK_CU(driver.cuStreamWaitEvent(done, event, 0));
+  CHECK_CU(per_thread.cuMemFreeAsync(*block, nullptr));
+  CHECK_CU(driver.cuEventDestroy_v2(event));
+  return 0;
+}
+
+// Memory freed on a thread's default stream is for that stream alone until its work has run, also after the
+// thread's end.
+int thread_free() {
+  const CuStream done = new_stream();
+  CuDevicePtr block = 0, of_ended = 0, ordered = 0, plain = 0, own = 0;
+  if (free_in_use(&block, done) != 0) return 1;
+  CHECK_CU(driver.cuMemAllocAsync(&ordered, 8 * kMiB, new_stream()));
+  CHECK_CU(driver.cuMemAlloc_v2(&plain, 8 * kMiB));
+  std::printf("idle %d: on another stream %d, plain %d\n", is_idle(done), ordered == block, plain == block);
+  CHECK_CU(driver.cuStreamSynchronize(done));
+  CHECK_CU(driver.cuMemAllocAsync(&own, 8 * kMiB, new_stream()));
+  std::printf("idle: on another stream %d\n", own == block);
+  for (const CuDevicePtr one : {ordered, plain, own}) CHECK_CU(driver.cuMemFree_v2(one));
+
+  int failed = 0;
+  std::thread([&] {
+    failed = driver.cuCtxSetCurrent(context) != CuResult::kSuccess || free_in_use(&of_ended, done) != 0;
+  }).join();
+  std::thread([&] {
+    failed += driver.cuCtxSetCurrent(context) != CuResult::kSuccess ||
+              per_thread.cuMemAllocAsync(&own, 8 * kMiB, nullptr) != CuResult::kSuccess;
+  }).join();
+  CHECK(failed == 0);
+  std::printf("after the end of its thread, idle %d: on another thread's %d\n", is_idle(done),
+              own == of_ended);
+  CHECK_CU(driver.cuStreamSynchronize(done));
+  CHECK_CU(driver.cuMemFree_v2(own));
+  return 0;
+}
+
+// More threads with default streams of their own than the arena has streams for. The last ones wait when they
+// free.
+int many_threads() {
+  constexpr int kThreads = 40;
+  std::atomic<int> ready{0};
+  std::atomic<int> wrong{0};
+  std::mutex turn;
+  const auto work = [&] {
+    CuDevicePtr block = 0;
+    const CuStream done = new_stream();
+    const CuStream other = new_stream();
+    bool well = driver.cuCtxSetCurrent(context) == CuResult::kSuccess;
+    well = well && per_thread.cuMemAllocAsync(&block, 4096, nullptr) == CuResult::kSuccess;
+    well = well && per_thread.cuMemFreeAsync(block, nullptr) == CuResult::kSuccess;
+    // Until all threads have their streams.
+    for (++ready; ready < kThreads;) std::this_thread::yield();
+    const std::lock_guard lock(turn);
+    well = well && free_in_use(&block, done) == 0;
+    // All that is free, for another stream.
+    std::vector<CuDevicePtr> others(kThreads);
+    for (CuDevicePtr& one : others) {
+      well = well && driver.cuMemAllocAsync(&one, 8 * kMiB, other) == CuResult::kSuccess;
+      well = well && (one != block || per_thread.cuStreamQuery(nullptr) == CuResult::kSuccess);
+    }
+    for (const CuDevicePtr one : others) well = well && driver.cuMemFree_v2(one) == CuResult::kSuccess;
+    wrong += !well;
+  };
+  std::vector<std::thread> threads;
+  for (int i = 0; i < kThreads; ++i) threads.emplace_back(work);
+  for (std::thread& thread : threads) thread.join();
+  std::printf("wrong: %d\n", wrong.load());
+  return 0;
+}
+
 // Where an address lies, asked for the middle of a block.
 int attributes() {
   CuStream stream = new_stream();
@@ -535,11 +614,23 @@ int devices() {
 }  // namespace
 
 int run(const std::string& matter) {
-  const std::map<std::string, std::function<int()>> matters = {
-      {"waiting", waiting},       {"info", info},       {"full", full},          {"pool", pool},
-      {"elsewhere", elsewhere},   {"capture", capture}, {"reset", reset},        {"thread", thread_streams},
-      {"attributes", attributes}, {"streams", streams}, {"frees", frees},        {"pinned", pinned},
-      {"devices", devices},       {"reuse", reuse},     {"late-free", late_free}};
+  const std::map<std::string, std::function<int()>> matters = {{"waiting", waiting},
+                                                               {"info", info},
+                                                               {"full", full},
+                                                               {"pool", pool},
+                                                               {"elsewhere", elsewhere},
+                                                               {"capture", capture},
+                                                               {"reset", reset},
+                                                               {"thread", thread_streams},
+                                                               {"attributes", attributes},
+                                                               {"streams", streams},
+                                                               {"frees", frees},
+                                                               {"pinned", pinned},
+                                                               {"devices", devices},
+                                                               {"reuse", reuse},
+                                                               {"late-free", late_free},
+                                                               {"thread-free", thread_free},
+                                                               {"many-threads", many_threads}};
   if (!query_driver("libcuda.so.1", kProcAddressDefault, &driver) ||
       !query_driver("libcuda.so.1", kProcAddressPerThreadStream, &per_thread)) {
     return 2;

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdint>
 #include <thread>
 #include <vector>
 
@@ -57,6 +58,32 @@ int use_streams(CuContext context, int seed) {
   return 0;
 }
 
+// On a thread's default stream, which other threads see only through events.
+int use_thread_stream(CuContext context, int seed) {
+  CHECK_CU(driver.cuCtxSetCurrent(context));
+  const CuStream own = reinterpret_cast<CuStream>(std::uintptr_t{2});  // CU_STREAM_PER_THREAD.
+  CuStream other = nullptr;
+  CHECK_CU(driver.cuStreamCreate(&other, kStreamNonBlocking));
+  constexpr std::size_t kWords = 300'000;
+  std::vector<unsigned> back(kWords);
+  for (int round = 0; round < 10; ++round) {
+    const unsigned value = static_cast<unsigned>(seed * 100 + round);
+    void* const block = allocate(kWords * 4, 0, own);
+    CHECK(block != nullptr);
+    CHECK_CU(driver.cuMemsetD32Async(address_of(block), value, kWords, own));
+    CHECK_CU(driver.cuMemcpyDtoHAsync_v2(back.data(), address_of(block), kWords * 4, own));
+    give_back(block, kWords * 4, 0, own);
+    void* const next = allocate(kWords * 4, 0, other);
+    CHECK(next != nullptr);
+    CHECK_CU(driver.cuMemsetD32Async(address_of(next), ~value, kWords, other));
+    CHECK_CU(driver.cuStreamSynchronize(other));
+    CHECK_CU(driver.cuStreamSynchronize(own));
+    CHECK(std::all_of(back.begin(), back.end(), [&](unsigned one) { return one == value; }));
+    give_back(next, kWords * 4, 0, other);
+  }
+  return 0;
+}
+
 int run(const char* core, bool fill) {
   void* const library = ::dlopen(core, RTLD_NOW);
   if (library == nullptr) std::printf("%s\n", ::dlerror());
@@ -89,6 +116,7 @@ int run(const char* core, bool fill) {
   std::atomic<int> failures{0};
   std::vector<std::thread> threads;
   for (int i = 0; i < 3; ++i) threads.emplace_back([&, i] { failures += use_streams(context, i); });
+  for (int i = 3; i < 5; ++i) threads.emplace_back([&, i] { failures += use_thread_stream(context, i); });
   for (std::thread& thread : threads) thread.join();
   CHECK(failures == 0);
   std::printf("all well\n");
