@@ -248,6 +248,18 @@ TEST(StoreBook, TellsANewcomerTextsThatWereWrittenOnceAlone) {
   ASSERT_EQ(book.take_news().size(), 1u);
 }
 
+TEST(StoreBook, OnlyARankWithItsTokenComesBack) {
+  StoreBook book(greeting_of(0), "tcp://host:1");
+  ASSERT_TRUE(book.greet(greeting_of(0), "10.0.0.1").ok());
+  EXPECT_FALSE(book.may_return(greeting_of(1), "")) << "it was not here";
+
+  ASSERT_TRUE(book.greet(greeting_of(1), "10.0.0.2").ok());
+  EXPECT_TRUE(book.may_return(greeting_of(1), book.token(1)));
+  EXPECT_FALSE(book.may_return(greeting_of(1), book.token(0)));
+  EXPECT_FALSE(book.may_return(greeting_of(1, "other"), book.token(1)));
+  EXPECT_FALSE(book.may_return({"job", {{2, 2, "same"}, "version", "host"}}, book.token(1)));
+}
+
 TEST(StoreBook, SaysWhoIsRefused) {
   StoreBook book(greeting_of(0), "tcp://host:1");
   EXPECT_EQ(book.greet(greeting_of(1, "other"), "10.0.0.2").message(),

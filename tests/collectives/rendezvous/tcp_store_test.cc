@@ -379,6 +379,221 @@ TEST_P(TcpStoreWorld, GarbageAndSilenceKeepNobodyOut) {
   EXPECT_LT(Clock::now() - begin, 20s);
 }
 
+// Carries bytes between ranks and the server, until it is cut.
+class Link {
+ public:
+  explicit Link(std::uint16_t server_port) : server_port_(server_port), thread_([this] { carry(); }) {}
+  ~Link() {
+    over_ = true;
+    thread_.join();
+  }
+  Link(const Link&) = delete;
+  Link& operator=(const Link&) = delete;
+
+  std::uint16_t port() const { return local_end(listener_.number()).port(); }
+  // Resets the connections of ranks, and their other ends at the server if it hears of that. Until mend()
+  // nobody gets through.
+  void cut(bool server_hears) {
+    const std::lock_guard lock(mutex_);
+    is_cut_ = true;
+    for (Pair& pair : pairs_) {
+      reset(pair.rank);
+      if (server_hears) reset(pair.server);
+    }
+  }
+  void mend() {
+    const std::lock_guard lock(mutex_);
+    is_cut_ = false;
+  }
+
+ private:
+  struct Pair {
+    Descriptor rank;
+    Descriptor server;
+  };
+
+  static void reset(Descriptor& socket) {
+    if (!socket.valid()) return;
+    const linger now{1, 0};
+    setsockopt(socket.number(), SOL_SOCKET, SO_LINGER, &now, sizeof(now));
+    socket.reset();
+  }
+  // Carries what is there. False when that end has ended.
+  static bool pass(const Descriptor& from, const Descriptor& to) {
+    char bytes[4096];
+    const ssize_t count = recv(from.number(), bytes, sizeof(bytes), MSG_DONTWAIT);
+    if (count < 0) return errno == EAGAIN || errno == EWOULDBLOCK;
+    if (count > 0 && to.valid())
+      static_cast<void>(send(to.number(), bytes, static_cast<std::size_t>(count), MSG_NOSIGNAL));
+    return count > 0;
+  }
+  void carry() {
+    while (!over_) {
+      std::vector<pollfd> waiting{{listener_.number(), POLLIN, 0}};
+      {
+        const std::lock_guard lock(mutex_);
+        for (const Pair& pair : pairs_) {
+          waiting.push_back({pair.rank.number(), POLLIN, 0});
+          waiting.push_back({pair.server.number(), POLLIN, 0});
+        }
+      }
+      poll(waiting.data(), waiting.size(), 5);
+      const std::lock_guard lock(mutex_);
+      for (Pair& pair : pairs_) {
+        if (pair.rank.valid() && !pass(pair.rank, pair.server)) pair.rank.reset(), pair.server.reset();
+        if (pair.server.valid() && !pass(pair.server, pair.rank)) pair.rank.reset(), pair.server.reset();
+      }
+      std::erase_if(pairs_, [](const Pair& pair) { return !pair.rank.valid() && !pair.server.valid(); });
+      if ((waiting[0].revents & POLLIN) == 0) continue;
+      Pair pair{Descriptor(accept4(listener_.number(), nullptr, nullptr, SOCK_CLOEXEC)), Descriptor()};
+      if (is_cut_) {
+        reset(pair.rank);
+        continue;
+      }
+      const SocketAddress server = resolve("127.0.0.1", server_port_).value()[0];
+      pair.server = Descriptor(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+      if (connect(pair.server.number(), server.get(), server.bytes) == 0) pairs_.push_back(std::move(pair));
+    }
+  }
+
+  const std::uint16_t server_port_;
+  const Descriptor listener_ = listen_at({"127.0.0.1", 0, ""}).value();
+  std::atomic<bool> over_{false};
+  std::mutex mutex_;
+  // Guarded by mutex_.
+  std::vector<Pair> pairs_;
+  bool is_cut_ = false;
+  std::thread thread_;
+};
+
+TEST_P(TcpStoreWorld, ARankComesBackAfterTheNetworkBrokeItsConnection) {
+  Link one(port_);
+  Link two(port_);
+  std::atomic<int> asked{0};
+  std::atomic<int> written{0};
+  std::atomic<bool> is_back{false};
+  const auto body = [&](TcpStore& store, int rank) -> Status {
+    for (const int round : {1, 2}) {
+      const std::string name = "news." + std::to_string(round);
+      if (rank == 0) {
+        while (asked < round) std::this_thread::yield();
+        EXPECT_EQ(store.write_once(name, "while it was away"), "while it was away");
+        written = round;
+      }
+      if (rank != 1) continue;
+      one.cut(round == 2);
+      asked = round;
+      while (written < round) std::this_thread::yield();
+      one.mend();
+      const Clock::time_point limit = Clock::now() + 20s;
+      while (!store.posted(name) && store.status().ok() && Clock::now() < limit) std::this_thread::yield();
+      EXPECT_EQ(store.posted(name), "while it was away") << "round " << round;
+      EXPECT_TRUE(store.write("back", name).ok()) << store.status().to_string();
+      EXPECT_EQ(store.read("back"), name);
+    }
+    if (rank == 1) is_back = true;
+    while (!is_back) std::this_thread::yield();
+    if (rank == 2) two.cut(true);
+    while (store.status().ok()) std::this_thread::yield();
+    if (rank != 2) {
+      EXPECT_TRUE(store.is_lost(2));
+      EXPECT_FALSE(store.is_lost(1)) << "it was back in time";
+    }
+    return store.status();
+  };
+  std::vector<Status> statuses(static_cast<std::size_t>(size()));
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < size(); ++rank) {
+    threads.emplace_back([&, rank, mine = options(rank)]() mutable {
+      if (rank == 1) mine.address.port = one.port();
+      if (rank == 2) mine.address.port = two.port();
+      statuses[static_cast<std::size_t>(rank)] =
+          run(std::move(mine), [&](TcpStore& store, const Meeting&) { return body(store, rank); });
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+
+  EXPECT_EQ(statuses[2].code(), StatusCode::kPeerLost) << statuses[2].to_string();
+  EXPECT_NE(statuses[2].message().find("rank 0, which serves the store"), std::string::npos)
+      << statuses[2].message();
+  statuses.erase(statuses.begin() + 2);
+  expect_one_cause(statuses, StatusCode::kPeerLost, "rank 2 at 127.0.0.1 ended");
+}
+
+// It proves itself to a server that ends then, and to the next one.
+TEST_P(TcpStoreWorld, ARankThatIsSentAwayUnheardComesAgain) {
+  std::vector<TcpStoreOptions> all;
+  for (int rank = 0; rank < size(); ++rank) all.push_back(options(rank));
+  std::vector<Status> statuses(all.size());
+  std::vector<std::thread> threads;
+  const auto begin = [&](int rank) {
+    threads.emplace_back([&, rank] {
+      const auto r = static_cast<std::size_t>(rank);
+      statuses[r] = run(std::move(all[r]), [](TcpStore& store, const Meeting&) { return store.status(); });
+    });
+  };
+  begin(1);
+  {
+    const int listener = all[0].listener.number();
+    pollfd waiting{listener, POLLIN, 0};
+    poll(&waiting, 1, 30'000);
+    const Descriptor peer(accept(listener, nullptr, nullptr));
+    std::string bytes(kHelloBytes, ' ');
+    ASSERT_EQ(recv(peer.number(), bytes.data(), bytes.size(), MSG_WAITALL), ssize_t{kHelloBytes});
+    const Digest nonce = random_digest();
+    const StoreKeys keys = derive_store_keys(kSecret, *decode_hello(bytes), nonce);
+    const std::string said = encode_hello(nonce) + kSecretAccepted + std::string(bytes_of(keys.server_proof));
+    ASSERT_EQ(send(peer.number(), said.data(), said.size(), MSG_NOSIGNAL), static_cast<ssize_t>(said.size()));
+    // Its proof and one byte of its greeting.
+    bytes.resize(sizeof(Digest) + 1);
+    EXPECT_EQ(recv(peer.number(), bytes.data(), bytes.size(), MSG_WAITALL),
+              static_cast<ssize_t>(bytes.size()));
+  }
+  for (int rank = 0; rank < size(); ++rank) {
+    if (rank != 1) begin(rank);
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (const Status& status : statuses) EXPECT_TRUE(status.ok()) << status.to_string();
+}
+
+TEST_P(TcpStoreWorld, AServerStaysNoLongerThanItIsTold) {
+  std::atomic<int> met{0};
+  std::atomic<bool> has_left{false};
+  const Clock::time_point begin = Clock::now();
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < size(); ++rank) {
+    threads.emplace_back([&, rank, mine = options(rank)]() mutable {
+      const Participant me = mine.me;
+      const std::unique_ptr<TcpStore> store = TcpStore::open(std::move(mine)).value();
+      EXPECT_TRUE(meet(*store, me, Clock::now() + 30s, 30s).ok());
+      // The others stay until the server has ended.
+      ++met;
+      while (rank == 0 ? met < size() : !has_left) std::this_thread::yield();
+      for (const auto linger : {25s, 0s, 20s}) store->stay_at_most(linger);
+    });
+  }
+  threads[0].join();
+  EXPECT_LT(Clock::now() - begin, 15s);
+  has_left = true;
+  for (std::size_t rank = 1; rank < threads.size(); ++rank) threads[rank].join();
+}
+
+TEST_P(TcpStoreWorld, AStoreThatIsGivenUpAnswersNoMore) {
+  run_all([](TcpStoreOptions&) {},
+          [](TcpStore& store, const Meeting&) {
+            store.post("known", "to all");
+            while (store.status().ok() && !store.posted("known")) std::this_thread::yield();
+            const Status before = store.status();
+            store.abandon(Status(StatusCode::kTimeout, "first"));
+            store.abandon(Status(StatusCode::kTimeout, "second"));
+            EXPECT_FALSE(store.answers());
+            EXPECT_EQ(store.status().message(), before.ok() ? "first" : before.message());
+            // Another rank may have given up before it posted.
+            EXPECT_EQ(store.write_once("known", "again"), store.posted("known"));
+            return Status();
+          });
+}
+
 TEST_P(TcpStoreWorld, ALostRankIsTheStatusOfAllAndTextsWrittenOnceAreStillShared) {
   const int lost = size() - 1;
   // The last rank is only the bytes of one: it proves, greets, and is gone without goodbye.
