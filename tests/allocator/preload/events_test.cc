@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -18,6 +19,9 @@
 #include <utility>
 #include <vector>
 
+#include "allocator/preload/event_log.h"
+#include "forebay/arena.h"
+#include "forebay/host_backend.h"
 #include "runtime/command/page/report_page.h"
 #include "runtime/command/run/process_history.h"
 #include "runtime/command/run/process_report.h"
@@ -542,6 +546,114 @@ TEST(PreloadEvents, BeyondTheBoundTheOldestEventsAreReplaced) {
   EXPECT_TRUE(has(read_text(report + "/summary.txt"), "the worst"));
   const std::string html = read_text(report + "/report.html");
   EXPECT_TRUE(has(html, "The bound of events was reached")) << html.substr(0, 2000);
+}
+
+// The calls of a log in a process of its own, and the file that it leaves.
+PreloadEventLog events_of(const std::string& directory, const std::function<void(EventLog&)>& calls) {
+  const pid_t child = ::fork();
+  if (child == 0) {
+    ::setenv(kPreloadEventsVariable, "64KiB", 1);
+    ::setenv(kPreloadRecordsVariable, directory.c_str(), 1);
+    EventLog::start(preload_record_of_process(PreloadMode::kArena));
+    if (EventLog::of_process() == nullptr) ::_exit(1);
+    calls(*EventLog::of_process());
+    ::_exit(0);
+  }
+  int status = -1;
+  EXPECT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+  const Result<std::vector<PreloadReport>> records = read_preload_records(directory);
+  EXPECT_TRUE(records.ok() && records.value().size() == 1);
+  if (!records.ok() || records.value().size() != 1) return {};
+  Result<PreloadEventLog> read = read_preload_events(records.value().front().events);
+  EXPECT_TRUE(read.ok()) << read.status().message();
+  return read.ok() ? std::move(read).value() : PreloadEventLog();
+}
+
+DevicePtr at(std::uintptr_t address) {
+  return reinterpret_cast<DevicePtr>(address);
+}
+
+// Each live block has an entry of its own, and entries of freed blocks serve again.
+TEST(PreloadEvents, TheTableHoldsTheLiveBlocks) {
+  const TemporaryDirectory directory;
+  PreloadEventLog read = events_of(directory.path(), [](EventLog& log) {
+    BlockFacts facts[8];
+    const auto allocate = [&](std::size_t i) {
+      facts[i] = {.bytes = i + 1};
+      log.allocated(at((i + 1) << 20), {.bytes = i + 1, .device = 0}, nullptr, &facts[i]);
+    };
+    const auto give_back = [&](std::size_t i) { log.freed(at((i + 1) << 20), facts[i]); };
+    for (const std::size_t i : {0, 1, 2, 6, 7}) allocate(i);
+    for (const std::size_t i : {0, 1, 6, 7}) give_back(i);
+    for (const std::size_t i : {3, 4}) allocate(i);
+    // The first events are replaced, and there are more blocks in all than the table has entries.
+    for (int n = 0; n < 2000; ++n) allocate(5), give_back(5);
+  });
+
+  // The short one may have been live when the first kept event came.
+  std::erase_if(read.live_before, [](const PreloadBlock& block) { return block.bytes == 6; });
+  ASSERT_EQ(read.live_before.size(), 3u);
+  for (std::size_t i = 0; i < 3; ++i) {
+    EXPECT_EQ(read.live_before[i].address, (i + 3) << 20);
+    EXPECT_EQ(read.live_before[i].bytes, i + 3);
+  }
+  EXPECT_EQ(read.untold_blocks, 0u);
+}
+
+TEST(PreloadEvents, FiguresAreThoseOfTheArenaAndOfTheDriver) {
+  const TemporaryDirectory directory;
+  const PreloadEventLog read = events_of(directory.path(), [](EventLog& log) {
+    const std::unique_ptr<HostBackend> backend = HostBackend::create({}).value();
+    const std::unique_ptr<Arena> arena = Arena::create(*backend).value();
+    log.set_capacity(0, 100 * kMiB, 2 * kMiB);
+    BlockFacts served{.bytes = 8 * kMiB}, elsewhere{.bytes = 5 * kMiB};
+    const DevicePtr block = arena->allocate({.bytes = 8 * kMiB}).value();
+    log.allocated(block, {.bytes = 8 * kMiB, .device = 0}, arena.get(), &served);
+    log.allocated(at(1), {.bytes = 5 * kMiB, .device = 0, .server = PreloadServer::kPitched}, nullptr,
+                  &elsewhere);
+    log.refused({.bytes = 90 * kMiB, .device = 0}, 10 * kMiB);
+    log.refused({.bytes = 90 * kMiB, .device = 0}, 90 * kMiB);
+    // Within one call the arena takes memory and gives it back.
+    const DevicePtr large = arena->allocate({.bytes = 64 * kMiB}).value();
+    static_cast<void>(arena->free(large, Stream()));
+    arena->trim();
+    log.look_at(0, arena.get());
+    log.freed(at(1), elsewhere);
+    log.freed(block, served);
+  });
+
+  ASSERT_EQ(read.devices.size(), 1u);
+  const PreloadDeviceFigures& figures = read.devices[0];
+  EXPECT_EQ(figures.peak_requested_bytes, 13 * kMiB);
+  EXPECT_EQ(figures.requested_bytes, 0u);
+  EXPECT_EQ(figures.elsewhere_bytes, 0u);
+  EXPECT_GE(figures.peak_reserved_bytes, 77 * kMiB);
+  EXPECT_LT(figures.arena_bytes, 64 * kMiB);
+  std::uint64_t reserved = 0;
+  std::vector<std::uint64_t> free_bytes;
+  for (const PreloadEvent& event : read.events) {
+    if (event.kind == PreloadEventKind::kReserved && reserved == 0) reserved = event.bytes;
+    if (event.kind == PreloadEventKind::kRefused) free_bytes.push_back(event.address);
+  }
+  // The unused part of the arena is free too, but the limit holds for all.
+  ASSERT_GE(reserved, 8 * kMiB);
+  EXPECT_EQ(free_bytes, (std::vector<std::uint64_t>{10 * kMiB + reserved - 8 * kMiB, 87 * kMiB}));
+}
+
+TEST(PreloadEvents, StreamsBeyondTheLimitShareANumber) {
+  const TemporaryDirectory directory;
+  const PreloadEventLog read = events_of(directory.path(), [](EventLog& log) {
+    for (std::uintptr_t i = 1; i <= 300; ++i) {
+      BlockFacts facts{.bytes = 1};
+      const auto stream = reinterpret_cast<DriverStream>(i << 12);
+      log.allocated(at(i), {.bytes = 1, .device = 0, .stream = stream}, nullptr, &facts);
+    }
+  });
+
+  ASSERT_EQ(read.events.size(), 300u);
+  for (std::size_t i = 0; i < 300; ++i)
+    EXPECT_EQ(read.events[i].stream, std::min<std::size_t>(i + 3, kPreloadStreamLimit - 1)) << i;
 }
 
 // A file of events as a process would leave it, to be damaged.

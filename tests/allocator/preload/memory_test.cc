@@ -359,10 +359,11 @@ TEST(PreloadMemory, AParkedBlockServesItsSizeDeviceAndStream) {
 TEST(PreloadMemory, EveryDeviceHasAnArena) {
   const Process::Variables two = {{"FAKE_CUDA_DEVICES", "2"}};
   const PreloadRun bare(matter("devices"), "none", waiting_frees(two));
-  PreloadRun run(matter("devices"), "arena", two);
+  const Process::Variables slow_two = {{"FAKE_CUDA_DEVICES", "2"}, {"FAKE_CUDA_LATENCY_NS", "20000000"}};
+  PreloadRun run(matter("devices"), "arena", slow_two);
 
   EXPECT_EQ(run.finished.exit_code, 0);
-  EXPECT_EQ(run.finished.output, "device of the stream 0\ncopied 1\n");
+  EXPECT_EQ(run.finished.output, "device of the stream 0\ncopied 1\nfreed on its stream: idle 1\n");
   EXPECT_EQ(run.served(PreloadServer::kArena), 3u);
   EXPECT_EQ(run.unserved(), 0u);
   run.expect_no_hazard();

@@ -147,12 +147,14 @@ int pool() {
   CHECK(get(kReleaseThreshold) == UINT64_MAX);
   CuStream stream = new_stream();
   CuDevicePtr a = 0, b = 0, plain = 0;
-  CHECK_CU(driver.cuMemAlloc_v2(&plain, 4 * kMiB));
+  CHECK_CU(driver.cuMemAlloc_v2(&plain, 32 * kMiB));
   CHECK_CU(driver.cuMemAllocAsync(&a, 3 * kMiB, stream));
   CHECK_CU(driver.cuMemAllocFromPoolAsync(&b, 2 * kMiB, pool, stream));
   std::printf("used %llu, high %llu\n", static_cast<unsigned long long>(get(kUsedMemCurrent)),
               static_cast<unsigned long long>(get(kUsedMemHigh)));
   CHECK(get(kReservedMemCurrent) >= 5 * kMiB && get(kReservedMemHigh) >= get(kReservedMemCurrent));
+  // Plain allocations are not from the pool.
+  CHECK(get(kReservedMemCurrent) < 32 * kMiB);
   CHECK_CU(driver.cuMemFreeAsync(a, stream));
   CHECK_CU(driver.cuStreamSynchronize(stream));
   std::printf("used %llu, high %llu\n", static_cast<unsigned long long>(get(kUsedMemCurrent)),
@@ -163,10 +165,29 @@ int pool() {
   CHECK_CU(driver.cuMemFreeAsync(b, stream));
   CHECK_CU(driver.cuStreamSynchronize(stream));
   const std::uint64_t kept = get(kReservedMemCurrent);
+  CHECK_CU(driver.cuMemPoolTrimTo(pool, kept));
+  CHECK(get(kReservedMemCurrent) == kept);
   CHECK_CU(driver.cuMemPoolTrimTo(pool, 0));
+  // The most stays until it is reset.
+  CHECK(get(kReservedMemHigh) >= kept);
+  CHECK_CU(reset(kReservedMemHigh));
+  CHECK(get(kReservedMemHigh) < kept && get(kReservedMemHigh) >= get(kReservedMemCurrent));
   std::printf("used %llu, kept %d, trimmed %d\n", static_cast<unsigned long long>(get(kUsedMemCurrent)),
               kept >= 5 * kMiB, get(kReservedMemCurrent) < kept);
   CHECK_CU(driver.cuMemFree_v2(plain));
+  // Another pool has figures of its own.
+  CuMemPoolProps properties{};
+  properties.type = CuMemAllocationType::kPinned;
+  properties.location = {CuMemLocationType::kDevice, 0};
+  CuMemoryPool other = nullptr;
+  std::uint64_t of_other = UINT64_MAX;
+  CHECK_CU(driver.cuMemPoolCreate(&other, &properties));
+  CHECK_CU(driver.cuMemAllocAsync(&a, kMiB, stream));
+  CHECK_CU(driver.cuMemPoolGetAttribute(other, kUsedMemCurrent, &of_other));
+  CHECK(of_other == 0);
+  CHECK_CU(driver.cuMemFreeAsync(a, stream));
+  CHECK_CU(driver.cuStreamSynchronize(stream));
+  CHECK_CU(driver.cuMemPoolDestroy(other));
   // The figures end with the context.
   CHECK_CU(driver.cuDevicePrimaryCtxReset_v2(0));
   CHECK_CU(driver.cuCtxSetCurrent(context));
@@ -567,6 +588,18 @@ int pinned() {
   std::printf("on the thread's own %d\n", again == block);
   CHECK_CU(driver.cuMemFree_v2(again));
   if (retained == CuResult::kSuccess) CHECK_CU(driver.cuMemRelease(handle));
+  // The attribute with which a program registers memory with another device.
+  CuDevicePtr registered = 0;
+  unsigned on = 1;
+  CHECK_CU(driver.cuMemAlloc_v2(&registered, 7 * kMiB));
+  // The driver may refuse it for mapped memory.
+  (void)driver.cuPointerSetAttribute(&on, CuPointerAttribute::kSyncMemops, registered);
+  CHECK_CU(driver.cuMemFree_v2(registered));
+  for (CuDevicePtr& one : others) {
+    CHECK_CU(driver.cuMemAlloc_v2(&one, 4 * kMiB));
+    CHECK(one >= registered + 7 * kMiB || one + 4 * kMiB <= registered);
+  }
+  for (const CuDevicePtr one : others) CHECK_CU(driver.cuMemFree_v2(one));
   // It ends with its context.
   CHECK_CU(driver.cuDevicePrimaryCtxReset_v2(0));
   CHECK_CU(driver.cuCtxSetCurrent(context));
@@ -600,8 +633,10 @@ int devices() {
   CHECK_CU(driver.cuStreamSynchronize(there));
   std::printf("copied %d\n",
               std::all_of(back.begin(), back.end(), [](unsigned char byte) { return byte == 0x21; }));
-  // Freed on a stream of the other device.
+  // Freed on a stream of the other device, which the arena of this one cannot ask later.
+  for (int i = 0; i < 5; ++i) CHECK_CU(driver.cuMemcpyAsync(b, a, kMiB, there));
   CHECK_CU(driver.cuMemFreeAsync(a, there));
+  std::printf("freed on its stream: idle %d\n", is_idle(there));
   CHECK_CU(driver.cuMemFreeAsync(c, here));
   CHECK_CU(driver.cuMemFree_v2(b));
   CHECK_CU(driver.cuStreamSynchronize(there));
