@@ -24,7 +24,7 @@ TEST(PreloadSharing, TwoProcessesUseOneBlock) {
     served += record.allocations[static_cast<std::size_t>(PreloadServer::kArena)];
     EXPECT_EQ(record.problem, "");
   }
-  EXPECT_EQ(served, 15u);
+  EXPECT_EQ(served, 16u);
   // No IPC call reached the driver, which does not support it for this memory.
   EXPECT_EQ(run.fake["calls_cuIpcGetMemHandle"], 0u);
   run.expect_no_hazard();

@@ -56,6 +56,10 @@ bool holds(CuDevicePtr address, std::uint32_t seed) {
 // Fragmented memory: the free ranges lie between blocks that stay.
 int allocate_in_pieces(CuDevicePtr* block, std::vector<CuDevicePtr>* kept) {
   std::vector<CuDevicePtr> others;
+  // So that later blocks begin inside a chunk.
+  CuDevicePtr small = 0;
+  CHECK_CU(driver.cuMemAlloc_v2(&small, 64u << 10));
+  kept->push_back(small);
   for (int i = 0; i < 14; ++i) {
     CuDevicePtr one = 0;
     CHECK_CU(driver.cuMemAlloc_v2(&one, 4u << 20));

@@ -1,11 +1,12 @@
 // Does the same as PyTorch with a pluggable allocator: opens the library by its path, finds the functions by
 // their names, and allocates, uses and frees on streams. It also takes some memory from the driver.
-//   torch_program PATH_OF_CORE [full]
+//   torch_program PATH_OF_CORE [full | record]
 #include <sys/types.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -84,7 +85,28 @@ int use_thread_stream(CuContext context, int seed) {
   return 0;
 }
 
-int run(const char* core, bool fill) {
+// A block that another stream still uses is not given out again, not even on its own stream.
+int record_use(CuContext context) {
+  constexpr ssize_t kBytes = 8 << 20;
+  CHECK_CU(driver.cuCtxSetCurrent(context));
+  CuStream first = nullptr, second = nullptr;
+  CHECK_CU(driver.cuStreamCreate(&first, kStreamNonBlocking));
+  CHECK_CU(driver.cuStreamCreate(&second, kStreamNonBlocking));
+  void* const block = allocate(kBytes, 0, first);
+  CHECK(block != nullptr);
+  for (int i = 0; i < 5; ++i) CHECK_CU(driver.cuMemsetD8Async(address_of(block), 1, 4096, second));
+  record_stream(block, second);
+  give_back(block, kBytes, 0, first);
+  void* const next = allocate(kBytes, 0, first);
+  const bool is_idle = driver.cuStreamQuery(second) == CuResult::kSuccess;
+  std::printf("idle %d: same block %d\n", is_idle, next == block);
+  give_back(next, kBytes, 0, first);
+  CHECK_CU(driver.cuStreamSynchronize(second));
+  return 0;
+}
+
+int run(const char* core, const std::string& what) {
+  const bool fill = what == "full";
   void* const library = ::dlopen(core, RTLD_NOW);
   if (library == nullptr) std::printf("%s\n", ::dlerror());
   CHECK(library != nullptr);
@@ -97,6 +119,7 @@ int run(const char* core, bool fill) {
   CHECK_CU(driver.cuInit(0));
   CHECK_CU(driver.cuDevicePrimaryCtxRetain(&context, 0));
   CHECK_CU(driver.cuCtxSetCurrent(context));
+  if (what == "record") return record_use(context);
 
   CHECK(allocate(0, 0, nullptr) == nullptr);
   void* const block = allocate(1u << 20, 0, nullptr);
@@ -127,5 +150,5 @@ int run(const char* core, bool fill) {
 }  // namespace forebay::testing
 
 int main(int argc, char** argv) {
-  return argc > 1 ? forebay::testing::run(argv[1], argc > 2) : 2;
+  return argc > 1 ? forebay::testing::run(argv[1], argc > 2 ? argv[2] : "") : 2;
 }
