@@ -5,8 +5,10 @@
 #include <gtest/gtest.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include <filesystem>
+#include <fstream>
 #include <latch>
 #include <random>
 
@@ -526,6 +528,59 @@ TEST(ShmSegment, OthersMemoryIsNotTakenForOurs) {
   gone.start_time += 1;
   EXPECT_FALSE(internal::is_running(gone));
   EXPECT_TRUE(internal::is_running(owner));
+}
+
+TEST(ShmSegment, HasItsMemoryUntilItsEndAndNobodyCutsIt) {
+  const auto mappings = [] {
+    std::ifstream maps("/proc/self/maps");
+    int count = 0;
+    for (std::string line; std::getline(maps, line);) count += line.find("forebay-shm") != std::string::npos;
+    return count;
+  };
+  const int before = mappings();
+  {
+    const auto segment = internal::ShmSegment::create(3, "run").value();
+    EXPECT_EQ(mappings(), before + 1);
+    struct stat facts {};
+    ASSERT_EQ(::fstat(segment->descriptor(), &facts), 0);
+    EXPECT_GE(static_cast<std::size_t>(facts.st_blocks) * 512, internal::shm_segment_bytes(3));
+    EXPECT_NE(::ftruncate(segment->descriptor(), 4096), 0);
+  }
+  EXPECT_EQ(mappings(), before);
+}
+
+TEST(ShmBallot, OnlyTheLastVoteBeforeItsCloseCounts) {
+  const auto vote = [](char text) { return std::vector<std::byte>{static_cast<std::byte>(text)}; };
+  internal::ShmBallot ballot;
+  EXPECT_TRUE(ballot.cast(4, vote('a')));
+  EXPECT_TRUE(ballot.cast(5, vote('b')));
+  EXPECT_EQ(ballot.close(4), std::nullopt);
+  EXPECT_EQ(ballot.close(5), vote('b'));
+  EXPECT_FALSE(ballot.cast(6, vote('c')));
+  EXPECT_EQ(ballot.close(5), vote('b'));
+}
+
+TEST(ShmWaitSign, AWaitIsSeenUntilItEndsOrIsOld) {
+  const auto segment = internal::ShmSegment::create(2, "run").value();
+  internal::ShmRank& rank = segment->rank(1);
+  {
+    internal::ShmWaitSign sign(rank, std::chrono::steady_clock::now() - 1s);
+    sign.say({.what = "barrier", .ranks = {0, 64}, .came = true});
+    const std::vector<internal::Wait> waits = internal::read_waits(rank, 1h);
+    ASSERT_EQ(waits.size(), 1u);
+    EXPECT_EQ(waits[0].ranks, (std::vector<int>{0, 64}));
+    EXPECT_TRUE(internal::read_waits(rank, 0ns).empty());
+  }
+  EXPECT_TRUE(internal::read_waits(rank, 1h).empty());
+}
+
+TEST(ShmAnnouncement, NumbersThatNoRankHasAreRefused) {
+  const std::string text = encode(internal::ShmAnnouncement{"host", {7, 8}, 9});
+  ASSERT_TRUE(internal::decode_shm_announcement(text));
+
+  EXPECT_FALSE(internal::decode_shm_announcement(text + "more"));
+  EXPECT_FALSE(internal::decode_shm_announcement("host\n0 8 9\n"));
+  EXPECT_FALSE(internal::decode_shm_announcement("host\n7 8 -1\n"));
 }
 
 }  // namespace

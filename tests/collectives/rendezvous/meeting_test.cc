@@ -94,6 +94,23 @@ TEST_P(DirectoryMeeting, ARankThatDoesNotJoinIsNamedByAll) {
               std::string::npos)
         << result.status().message();
   }
+  // The next ranks to come do not find these.
+  const std::unique_ptr<StoreDirectory> store = StoreDirectory::open(directory_ / "store").value();
+  for (int rank = 0; rank < size(); ++rank) EXPECT_FALSE(store->read("rank." + std::to_string(rank)));
+}
+
+TEST(Card, IsReadWholeOrNotAtAll) {
+  const Card card{{{1, 2, "same"}, "version", "host"}, "here", {3, 4}};
+  const std::string text = encode(card);
+  Card read;
+  ASSERT_TRUE(decode(text, &read));
+  EXPECT_EQ(read.numbers, card.numbers);
+  EXPECT_EQ(read.presence, "here");
+
+  for (std::size_t size = 0; size < text.size(); ++size)
+    EXPECT_FALSE(decode(text.substr(0, size), &read)) << size;
+  EXPECT_FALSE(decode(text + '\0', &read));
+  EXPECT_FALSE(decode("forebay2" + text.substr(8), &read)) << "another protocol";
 }
 
 // --- which ranks are in a directory ---

@@ -260,6 +260,16 @@ TEST(StoreBook, OnlyARankWithItsTokenComesBack) {
   EXPECT_FALSE(book.may_return({"job", {{2, 2, "same"}, "version", "host"}}, book.token(1)));
 }
 
+TEST(StoreBook, OneRankThatComesTwiceIsOneAnswered) {
+  StoreBook book(greeting_of(0), "tcp://host:1");
+  EXPECT_TRUE(book.greet(greeting_of(0), "10.0.0.1").ok());
+  EXPECT_EQ(book.greet(greeting_of(0), "10.0.0.2").message().substr(0, 41),
+            "two processes came to tcp://host:1 as ran");
+  EXPECT_FALSE(book.has_answered_all());
+  EXPECT_FALSE(book.greet(greeting_of(1), "10.0.0.3").ok());
+  EXPECT_TRUE(book.has_answered_all());
+}
+
 TEST(StoreBook, SaysWhoIsRefused) {
   StoreBook book(greeting_of(0), "tcp://host:1");
   EXPECT_EQ(book.greet(greeting_of(1, "other"), "10.0.0.2").message(),

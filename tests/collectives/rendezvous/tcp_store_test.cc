@@ -97,8 +97,35 @@ class TcpStoreWorld : public ::testing::TestWithParam<int> {
   Descriptor stranger() {
     const std::vector<SocketAddress> addresses = resolve("127.0.0.1", port_).value();
     Descriptor socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    // So that bytes that it does not read stay at the server.
+    constexpr int kSmall = 8 << 10;
+    setsockopt(socket.number(), SOL_SOCKET, SO_RCVBUF, &kSmall, sizeof(kSmall));
     static_cast<void>(connect(socket.number(), addresses[0].get(), addresses[0].bytes));
     return socket;
+  }
+
+  // The bytes of a rank that was let in: it proves and greets, in one piece, and does nothing more.
+  Descriptor pretend(int rank, const std::string& token = {}) {
+    Descriptor socket = stranger();
+    const Digest nonce = random_digest();
+    std::string bytes = encode_hello(nonce);
+    send(socket.number(), bytes.data(), bytes.size(), MSG_NOSIGNAL);
+    recv(socket.number(), bytes.data(), bytes.size(), MSG_WAITALL);
+    const StoreKeys keys = derive_store_keys(kSecret, nonce, *decode_hello(bytes));
+    FrameWriter writer(keys.to_server);
+    const Greeting greeting{"run", introduce({rank, size(), "same"})};
+    bytes = std::string(bytes_of(keys.client_proof)) +
+            writer.frame(encode(Message{MessageType::kGreeting, token, encode(greeting)}));
+    send(socket.number(), bytes.data(), bytes.size(), MSG_NOSIGNAL);
+    bytes.resize(1 + sizeof(Digest) + 1);
+    EXPECT_EQ(recv(socket.number(), bytes.data(), bytes.size(), MSG_WAITALL),
+              static_cast<ssize_t>(bytes.size()));
+    return socket;
+  }
+  // Whether the other end has ended this connection.
+  static bool is_closed(const Descriptor& socket) {
+    char byte = 0;
+    return recv(socket.number(), &byte, 1, MSG_DONTWAIT | MSG_PEEK) == 0 || errno == ECONNRESET;
   }
 
   Descriptor listener_;
@@ -405,6 +432,10 @@ class Link {
     const std::lock_guard lock(mutex_);
     is_cut_ = false;
   }
+  std::size_t connection_count() {
+    const std::lock_guard lock(mutex_);
+    return pairs_.size();
+  }
 
  private:
   struct Pair {
@@ -473,6 +504,7 @@ TEST_P(TcpStoreWorld, ARankComesBackAfterTheNetworkBrokeItsConnection) {
   std::atomic<int> written{0};
   std::atomic<bool> is_back{false};
   const auto body = [&](TcpStore& store, int rank) -> Status {
+    // The network breaks the end of the rank alone, then both ends.
     for (const int round : {1, 2}) {
       const std::string name = "news." + std::to_string(round);
       if (rank == 0) {
@@ -490,15 +522,27 @@ TEST_P(TcpStoreWorld, ARankComesBackAfterTheNetworkBrokeItsConnection) {
       EXPECT_EQ(store.posted(name), "while it was away") << "round " << round;
       EXPECT_TRUE(store.write("back", name).ok()) << store.status().to_string();
       EXPECT_EQ(store.read("back"), name);
+      while (one.connection_count() > 1 && Clock::now() < limit) std::this_thread::yield();
+      EXPECT_EQ(one.connection_count(), 1u) << "the server keeps the old connection";
     }
-    if (rank == 1) is_back = true;
+    if (rank == 1) {
+      // A request finds it broken.
+      one.cut(true);
+      one.mend();
+      EXPECT_TRUE(store.write("back", "once more").ok()) << store.status().to_string();
+      is_back = true;
+    }
     while (!is_back) std::this_thread::yield();
     if (rank == 2) two.cut(true);
     while (store.status().ok()) std::this_thread::yield();
-    if (rank != 2) {
-      EXPECT_TRUE(store.is_lost(2));
-      EXPECT_FALSE(store.is_lost(1)) << "it was back in time";
-    }
+    const Status first = store.status();
+    EXPECT_FALSE(store.write("late", "text").ok());
+    if (rank == 2) return first;
+    EXPECT_TRUE(store.is_lost(2));
+    EXPECT_FALSE(store.is_lost(1)) << "it was back in time";
+    // The end of the server is not the first failure.
+    while (rank == 1 && store.answers()) std::this_thread::yield();
+    EXPECT_EQ(store.status().message(), first.message());
     return store.status();
   };
   std::vector<Status> statuses(static_cast<std::size_t>(size()));
@@ -518,6 +562,77 @@ TEST_P(TcpStoreWorld, ARankComesBackAfterTheNetworkBrokeItsConnection) {
       << statuses[2].message();
   statuses.erase(statuses.begin() + 2);
   expect_one_cause(statuses, StatusCode::kPeerLost, "rank 2 at 127.0.0.1 ended");
+}
+
+// The last rank reads nothing. Posted texts pass it by, and the server keeps a bounded part of the others.
+TEST_P(TcpStoreWorld, ARankThatReadsNothingIsLostAndNotWaitedFor) {
+  const int deaf = size() - 1;
+  std::vector<Status> statuses(static_cast<std::size_t>(deaf));
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < deaf; ++rank) {
+    threads.emplace_back([&, rank, mine = options(rank)]() mutable {
+      statuses[static_cast<std::size_t>(rank)] = run(std::move(mine), [&](TcpStore& store, const Meeting&) {
+        if (rank != 0) {
+          while (store.status().ok()) std::this_thread::yield();
+          return store.status();
+        }
+        for (int i = 0; i < 180; ++i) {
+          store.post("posted", std::string(60'000, 'x'));
+          EXPECT_TRUE(store.status().ok()) << store.status().to_string();
+        }
+        // An answer comes after all of that.
+        EXPECT_TRUE(store.write("a", "b").ok());
+        for (int i = 0; i < 60 && store.status().ok(); ++i)
+          static_cast<void>(store.write_once("text " + std::to_string(i), std::string(1'000'000, 'x')));
+        return store.status();
+      });
+    });
+  }
+  const Descriptor socket = pretend(deaf);
+  for (std::thread& thread : threads) thread.join();
+
+  expect_one_cause(statuses, StatusCode::kPeerLost, "rank " + std::to_string(deaf) + " at 127.0.0.1 ended");
+}
+
+TEST_P(TcpStoreWorld, ARankWithAForeignTokenTakesNoPlace) {
+  const auto statuses = run_all([](TcpStoreOptions&) {},
+                                [&](TcpStore& store, const Meeting&) -> Status {
+                                  pretend(1, "a word").reset();
+                                  FOREBAY_RETURN_IF_ERROR(store.write("still", "there"));
+                                  return store.status();
+                                });
+  for (const Status& status : statuses) EXPECT_TRUE(status.ok()) << status.to_string();
+}
+
+TEST_P(TcpStoreWorld, StrangersAreKeptForAWhileAndTheOldestMakesRoom) {
+  TcpStoreOptions first = options(0);
+  std::thread server(
+      [&] { static_cast<void>(run(std::move(first), [](TcpStore&, const Meeting&) { return Status(); })); });
+  std::vector<Descriptor> strangers;
+  const auto come = [&] {
+    const std::string bytes = encode_hello(random_digest());
+    std::string answer = bytes;
+    const Descriptor& socket = strangers.emplace_back(stranger());
+    EXPECT_EQ(send(socket.number(), bytes.data(), bytes.size(), MSG_NOSIGNAL), ssize_t{kHelloBytes});
+    EXPECT_EQ(recv(socket.number(), answer.data(), answer.size(), MSG_WAITALL), ssize_t{kHelloBytes});
+  };
+  const Clock::time_point begin = Clock::now();
+  const std::size_t limit = kStrangersMax + static_cast<std::size_t>(size());
+  while (strangers.size() < limit) come();
+  const bool were_kept = std::none_of(strangers.begin(), strangers.end(), is_closed);
+  come();
+  while (!is_closed(strangers[0])) std::this_thread::yield();
+  const bool is_kept = !is_closed(strangers[1]) && !is_closed(strangers.back());
+  // Later than that the time of all is over.
+  if (Clock::now() - begin < kAdmissionMax) {
+    EXPECT_TRUE(were_kept);
+    EXPECT_TRUE(is_kept);
+  }
+  // Nothing else happens at the server.
+  while (!is_closed(strangers.back()) && Clock::now() - begin < 20s) std::this_thread::yield();
+  EXPECT_TRUE(is_closed(strangers.back()));
+  for (int rank = 1; rank < size(); ++rank) pretend(rank).reset();
+  server.join();
 }
 
 // It proves itself to a server that ends then, and to the next one.
@@ -596,23 +711,6 @@ TEST_P(TcpStoreWorld, AStoreThatIsGivenUpAnswersNoMore) {
 
 TEST_P(TcpStoreWorld, ALostRankIsTheStatusOfAllAndTextsWrittenOnceAreStillShared) {
   const int lost = size() - 1;
-  // The last rank is only the bytes of one: it proves, greets, and is gone without goodbye.
-  const auto pretend = [&] {
-    const Descriptor socket = stranger();
-    const Digest nonce = random_digest();
-    std::string bytes = encode_hello(nonce);
-    send(socket.number(), bytes.data(), bytes.size(), MSG_NOSIGNAL);
-    recv(socket.number(), bytes.data(), bytes.size(), MSG_WAITALL);
-    const StoreKeys keys = derive_store_keys(kSecret, nonce, *decode_hello(bytes));
-    FrameWriter writer(keys.to_server);
-    const Greeting greeting{"run", introduce({lost, size(), "same"})};
-    bytes = std::string(bytes_of(keys.client_proof)) +
-            writer.frame(encode(Message{MessageType::kGreeting, {}, encode(greeting)}));
-    send(socket.number(), bytes.data(), bytes.size(), MSG_NOSIGNAL);
-    bytes.resize(1 + sizeof(Digest) + 1);
-    EXPECT_EQ(recv(socket.number(), bytes.data(), bytes.size(), MSG_WAITALL),
-              static_cast<ssize_t>(bytes.size()));
-  };
   std::vector<Status> statuses(static_cast<std::size_t>(size() - 1));
   std::vector<std::string> causes(statuses.size());
   std::vector<std::thread> threads;
@@ -635,7 +733,7 @@ TEST_P(TcpStoreWorld, ALostRankIsTheStatusOfAllAndTextsWrittenOnceAreStillShared
       });
     });
   }
-  pretend();
+  pretend(lost).reset();  // It is gone without a goodbye.
   for (std::thread& thread : threads) thread.join();
 
   expect_one_cause(statuses, StatusCode::kPeerLost, "rank " + std::to_string(lost) + " at 127.0.0.1 ended");

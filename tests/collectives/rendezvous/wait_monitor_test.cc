@@ -82,15 +82,16 @@ const std::string kNoGroup;
 // A wait for one rank, and the verdict on it.
 class OneWait {
  public:
-  OneWait(WaitMonitor& monitor, int rank)
-      : waiting_(monitor, kBarrier, kNoGroup, {rank}, [this] { woken_.set_value(); }) {}
+  OneWait(WaitMonitor& monitor, int rank) : OneWait(monitor, std::vector<int>{rank}) {}
+  OneWait(WaitMonitor& monitor, const std::vector<int>& ranks)
+      : waiting_(monitor, kBarrier, kNoGroup, ranks, [this] { woken_.set_value(); }) {}
 
-  bool has_verdict() { return is_over_.wait_for(0s) == std::future_status::ready; }
   Status verdict() {
     EXPECT_EQ(is_over_.wait_for(60s), std::future_status::ready);
     return waiting_.verdict();
   }
   Status verdict_so_far() const { return waiting_.verdict(); }
+  WaitMonitor::Waiting& waiting() { return waiting_; }
 
  private:
   std::promise<void> woken_;
@@ -128,8 +129,10 @@ TEST(WaitMonitor, AWaitThatBeganLaterHasItsOwnDeadline) {
   WaitMonitor monitor(0, 2s, store, "wait.");
   ASSERT_TRUE(monitor.start().ok());
   OneWait first(monitor, 1);
-  // The report of the first wait shows that time has passed.
-  while (!store->read("wait.0")) std::this_thread::yield();
+  // Its report shows that half of the time has passed.
+  for (WaitReport report; report.waits.empty() || report.waits[0].age < 1s; std::this_thread::yield()) {
+    if (const auto text = store->read("wait.0")) ASSERT_TRUE(decode(*text, &report));
+  }
 
   OneWait second(monitor, 1);
   EXPECT_FALSE(first.verdict().ok());
@@ -137,11 +140,37 @@ TEST(WaitMonitor, AWaitThatBeganLaterHasItsOwnDeadline) {
   EXPECT_FALSE(second.verdict().ok());
 }
 
-TEST(WaitMonitor, ALastReportIsRemoved) {
+TEST(WaitMonitor, NamesTheRanksThatAreStillMissing) {
+  const auto store = std::make_shared<MemoryStore>(-1);
+  WaitMonitor monitor(0, 400ms, store, "wait.");
+  ASSERT_TRUE(monitor.start().ok());
+  {
+    OneWait wait(monitor, {1, 2});
+    wait.waiting().came(1);
+    const std::string text = wait.verdict().message();
+    EXPECT_NE(text.find(": rank 2 did not join"), std::string::npos) << text;
+  }
+  OneWait wait(monitor, {1, 2});
+  wait.waiting().came(1);
+  wait.waiting().came(2);
+  wait.waiting().finish({1});
+  const std::string text = wait.verdict().message();
+  EXPECT_NE(text.find(": rank 1 did not finish"), std::string::npos) << text;
+}
+
+TEST(WaitMonitor, AReportGoesWithItsWaitOrWithItsMonitor) {
   const auto store = std::make_shared<MemoryStore>(-1);
   {
     WaitMonitor monitor(0, 2s, store, "wait.");
     ASSERT_TRUE(monitor.start().ok());
+    {
+      const OneWait wait(monitor, 1);
+      while (!store->read("wait.0")) std::this_thread::yield();
+    }
+    for (const auto limit = std::chrono::steady_clock::now() + 20s;
+         store->read("wait.0") && std::chrono::steady_clock::now() < limit;)
+      std::this_thread::yield();
+    EXPECT_FALSE(store->read("wait.0"));
     const OneWait wait(monitor, 1);
     while (!store->read("wait.0")) std::this_thread::yield();
   }
