@@ -11,9 +11,11 @@
 #include <mutex>
 #include <random>
 #include <thread>
+#include <utility>
 #include <variant>
 #include <vector>
 
+#include "allocator/arena/arena_mappings.h"
 #include "forebay/arena.h"
 #include "forebay/memory_snapshot.h"
 #include "forebay/model_backend.h"
@@ -263,6 +265,152 @@ TEST_F(ArenaViewsTest, AddressesThatQueuedWorkMayStillUseStayMapped) {
   EXPECT_GT(given_back, 0u);
 }
 
+// The host frees it, so only the memory itself says which work has to end.
+TEST_F(ArenaViewsTest, AStitchedBlockKeepsTheStreamsItsMemoryWaitedFor) {
+  make({.limit_bytes = 8 * kChunk, .largest_chunk_bytes = kChunk});
+  Gate gate;
+  DevicePtr blocks[8];
+  for (int i = 0; i < 8; ++i) blocks[i] = take(kChunk, streams_[i % 2]);
+  ASSERT_TRUE(backend_->call_host(streams_[0], &Gate::wait, &gate).ok());
+  for (int i = 0; i < 8; i += 2) give(blocks[i], streams_[0]);
+  give(take(4 * kChunk, streams_[0]));
+
+  EXPECT_EQ(arena_->allocate({.bytes = 4 * kChunk}).status().code(), StatusCode::kOutOfMemory);
+  EXPECT_EQ(arena_->allocate({.bytes = 4 * kChunk, .stream = streams_[1]}).status().code(),
+            StatusCode::kOutOfMemory);
+  gate.open();
+  ASSERT_TRUE(backend_->stream_synchronize(streams_[0]).ok());
+}
+
+// Two of its chunks come from other addresses, where work may still use them; one was free for all.
+TEST_F(ArenaViewsTest, ABlockOfShownMemoryKeepsTheStreamsItsMemoryWaitedFor) {
+  make({.limit_bytes = 4 * kChunk, .largest_chunk_bytes = kChunk});
+  Gate gate;
+  DevicePtr blocks[4];
+  for (int i = 0; i < 4; ++i) blocks[i] = take(kChunk, streams_[i % 2]);
+  give(blocks[0]);
+  give(blocks[2]);
+  DevicePtr large = take(2 * kChunk, streams_[0]);
+  ASSERT_TRUE(backend_->call_host(streams_[0], &Gate::wait, &gate).ok());
+  give(blocks[1]);
+  give(large, streams_[0]);
+  DevicePtr row = take(3 * kChunk, streams_[0]);
+  EXPECT_EQ(row, blocks[0]);
+  give(row);
+
+  EXPECT_EQ(arena_->allocate({.bytes = 3 * kChunk}).status().code(), StatusCode::kOutOfMemory);
+  EXPECT_EQ(arena_->allocate({.bytes = 3 * kChunk, .stream = streams_[1]}).status().code(),
+            StatusCode::kOutOfMemory);
+  gate.open();
+  ASSERT_TRUE(backend_->stream_synchronize(streams_[0]).ok());
+}
+
+// Their memory is live at other addresses all the time, so no free memory waits for the stream.
+TEST_F(ArenaViewsTest, TrimUnmapsAddressesWhoseMemoryIsLiveElsewhere) {
+  make({.limit_bytes = 4 * kChunk, .largest_chunk_bytes = kChunk});
+  const auto trim_all = [&] {
+    // An event of earlier frees ends, then one is recorded for the later ones, and then that ends.
+    for (int i = 0; i < 3; ++i) {
+      ASSERT_TRUE(backend_->stream_synchronize(streams_[0]).ok());
+      EXPECT_EQ(arena_->trim(), 0u);
+    }
+    EXPECT_EQ(watched_->mapping_count(), 4u);
+    EXPECT_EQ(mappings_of(*arena_).count, 4u);
+  };
+  Gate gates[2];
+  DevicePtr blocks[4];
+  for (DevicePtr& block : blocks) block = take(kChunk, streams_[0]);
+  ASSERT_TRUE(backend_->call_host(streams_[0], &Gate::wait, &gates[0]).ok());
+  give(blocks[0], streams_[0]);
+  give(blocks[2], streams_[0]);
+  DevicePtr large = take(2 * kChunk, streams_[0]);
+  EXPECT_EQ(watched_->mapping_count(), 6u);
+  EXPECT_EQ(arena_->trim(), 0u);
+  EXPECT_EQ(watched_->mapping_count(), 6u) << "queued work may use the old addresses";
+  // Back to the old addresses, which are still mapped.
+  give(large, streams_[0]);
+  give(blocks[1], streams_[0]);
+  DevicePtr row = take(3 * kChunk, streams_[0]);
+  EXPECT_EQ(row, blocks[0]);
+  gates[0].open();
+  trim_all();
+
+  ASSERT_TRUE(backend_->call_host(streams_[0], &Gate::wait, &gates[1]).ok());
+  give(row, streams_[0]);
+  blocks[0] = take(kChunk, streams_[0]);
+  blocks[1] = take(kChunk, streams_[0]);
+  blocks[2] = take(kChunk, streams_[0]);
+  give(blocks[0], streams_[0]);
+  give(blocks[2], streams_[0]);
+  std::memset(take(2 * kChunk, streams_[0]), 1, 2 * kChunk);
+  EXPECT_EQ(watched_->mapping_count(), 6u);
+  gates[1].open();
+  trim_all();
+}
+
+// --- other threads act while a request has released its lock -------
+
+TEST_F(ArenaViewsTest, ATagsLimitHoldsAfterMemoryWasMapped) {
+  make({.limit_bytes = 16 * kChunk});
+  const Tag tag = arena_->tag_create("part", 5 * kChunk).value();
+  take(kChunk);
+  DevicePtr gap = take(2 * kChunk);
+  take(kChunk);
+  give(gap);
+  bool done = false;
+  watched_->on_map = [&](DevicePtr, std::size_t, bool) {
+    if (std::exchange(done, true)) return;
+    EXPECT_TRUE(arena_->allocate({.bytes = 2 * kChunk, .tag = tag}).ok());
+  };
+  // Persistent, so that it gets new memory and leaves the gap alone.
+  const AllocationRequest request{.bytes = 4 * kChunk, .region = Region::kPersistent, .tag = tag};
+  EXPECT_EQ(arena_->allocate(request).status().code(), StatusCode::kOutOfMemory);
+  EXPECT_EQ(arena_->statistics(tag).live_bytes, 2 * kChunk);
+
+  const std::uint64_t calls = driver_calls();
+  take(4 * kChunk, {}, Region::kPersistent);
+  EXPECT_EQ(driver_calls(), calls) << "the mapped memory was lost";
+}
+
+TEST_F(ArenaViewsTest, ATagsLimitHoldsAfterEventsWereRecorded) {
+  make({.limit_bytes = 16 * kChunk});
+  const Tag tag = arena_->tag_create("part", 5 * kChunk).value();
+  take(kChunk);
+  DevicePtr gap = take(2 * kChunk);
+  take(kChunk);
+  DevicePtr fitting = take(4 * kChunk);
+  take(kChunk);
+  DevicePtr waiting = take(kChunk, streams_[0]);
+  give(gap);
+  give(waiting, streams_[0]);
+  bool done = false;
+  watched_->on_event_record = [&](Stream) {
+    if (std::exchange(done, true)) return;
+    EXPECT_TRUE(arena_->allocate({.bytes = 2 * kChunk, .tag = tag}).ok());
+    give(fitting);
+  };
+  EXPECT_EQ(arena_->allocate({.bytes = 4 * kChunk, .tag = tag, .stream = streams_[1]}).status().code(),
+            StatusCode::kOutOfMemory);
+  EXPECT_TRUE(done);
+  EXPECT_EQ(arena_->statistics(tag).live_bytes, 2 * kChunk);
+}
+
+TEST_F(ArenaViewsTest, ATagThatIsPausedMeanwhileGetsNoBlock) {
+  make({.limit_bytes = 16 * kChunk});
+  const Tag tag = arena_->tag_create({.name = "rollout", .pausable = true}).value();
+  give(take(kChunk, streams_[0]), streams_[0]);
+  bool done = false;
+  watched_->on_event_record = [&](Stream) {
+    if (std::exchange(done, true)) return;
+    EXPECT_TRUE(arena_->pause(tag, true).ok());
+  };
+  EXPECT_EQ(arena_->allocate({.bytes = 4 * kChunk, .tag = tag, .stream = streams_[1]}).status().code(),
+            StatusCode::kUnavailable);
+  EXPECT_TRUE(done);
+  EXPECT_EQ(arena_->statistics(tag).live_bytes, 0u);
+  EXPECT_TRUE(arena_->resume(tag).ok());
+}
+
 // The address range is twice the limit, so the addresses of old stitches have to be used again.
 TEST_F(ArenaViewsTest, ReusesTheAddressesOfOldStitches) {
   make({.reserve_bytes = 20 * kChunk, .limit_bytes = 8 * kChunk, .largest_chunk_bytes = kChunk});
@@ -387,6 +535,20 @@ TEST_F(ArenaViewsTest, AFixedBlockReplacesFreeChunks) {
   EXPECT_TRUE(arena_->allocate({.bytes = 3 * kChunk, .fixed = true}).ok());
   EXPECT_LE(backend_->charged_bytes(), 8 * kChunk);
   EXPECT_EQ(arena_->allocate({.bytes = 9 * kChunk, .fixed = true}).status().code(), StatusCode::kOutOfMemory);
+}
+
+TEST_F(ArenaViewsTest, AFixedBlockThatIsRefusedLeavesFreeMemoryMapped) {
+  make({.limit_bytes = 8 * kChunk});
+  DevicePtr low = take(4 * kChunk);
+  take(4 * kChunk);
+  give(low);
+  const std::uint64_t calls = driver_calls();
+  EXPECT_EQ(arena_->allocate({.bytes = 5 * kChunk, .fixed = true}).status().code(), StatusCode::kOutOfMemory);
+  EXPECT_EQ(driver_calls(), calls) << "it cannot suffice";
+
+  backend_->add_fault({HostCall::kUnmap, 1, Status(StatusCode::kInternal, "scripted")});
+  EXPECT_EQ(arena_->allocate({.bytes = 4 * kChunk, .fixed = true}).status().code(), StatusCode::kOutOfMemory);
+  EXPECT_EQ(take(4 * kChunk), low);
 }
 
 // --- steps that repeat, on a device too large for this machine ----
