@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstring>
 #include <memory>
 #include <set>
@@ -9,8 +10,8 @@
 #include <vector>
 
 #include "forebay/arena.h"
-#include "forebay/host_backend.h"
 #include "forebay/units.h"
+#include "runtime/device/host/script.h"
 #include "tests/allocator/arena/chunk.h"
 #include "tests/allocator/arena/watched_backend.h"
 
@@ -27,7 +28,7 @@ class ArenaCaptureTest : public ::testing::Test {
     HostBackendOptions options;
     options.granularity = kChunk;
     options.memory_bytes = 256_MiB;
-    backend_ = std::move(HostBackend::create(std::move(options))).value();
+    backend_ = std::move(ScriptedHostBackend::create(std::move(options))).value();
     watched_ = std::make_unique<WatchedBackend>(*backend_);
     arena_ = std::move(Arena::create(*watched_, {.limit_bytes = 16 * kChunk, .largest_chunk_bytes = kChunk}))
                  .value();
@@ -93,7 +94,7 @@ class ArenaCaptureTest : public ::testing::Test {
     for (DevicePtr block : blocks) give(block, {});
   }
 
-  std::unique_ptr<HostBackend> backend_;
+  std::unique_ptr<ScriptedHostBackend> backend_;
   std::unique_ptr<WatchedBackend> watched_;
   std::unique_ptr<Arena> arena_;
   Stream streams_[2];
@@ -145,6 +146,54 @@ TEST_F(ArenaCaptureTest, ChangesNoMappingAndRecordsNoEventDuringACapture) {
   if (try_take(8 * kChunk, streams_[1]) == StatusCode::kOk) return;
   synchronize();
   EXPECT_EQ(try_take(8 * kChunk, streams_[1]), StatusCode::kOk);
+}
+
+// The host freed it, so no queued work keeps it from being mapped elsewhere; only the capture does.
+TEST_F(ArenaCaptureTest, MemoryThatWaitsForNothingStaysWhereItIsDuringACapture) {
+  DevicePtr blocks[16];
+  for (DevicePtr& block : blocks) block = take(kChunk, {});
+  for (int i = 0; i < 16; i += 2) give(blocks[i], {});
+  give(take(4 * kChunk, {}), {});
+  const Capture capture = begin(streams_[0]);
+  EXPECT_EQ(try_take(6 * kChunk, streams_[1]), StatusCode::kOutOfMemory);
+  EXPECT_EQ(arena_->trim(), 0u);
+  end(capture);
+  ASSERT_TRUE(arena_->capture_release(capture).ok());
+  take(6 * kChunk, streams_[1]);
+}
+
+TEST_F(ArenaCaptureTest, AMappingThatWasSetAsideStaysDuringACapture) {
+  backend_->add_fault({HostCall::kSetAccess, 1, Status(StatusCode::kInternal, "scripted")});
+  backend_->add_fault({HostCall::kUnmap, 1, Status(StatusCode::kInternal, "scripted")});
+  EXPECT_EQ(try_take(4 * kChunk, streams_[1]), StatusCode::kInternal);
+  const Capture capture = begin(streams_[0]);
+  DevicePtr block = take(2 * kChunk, streams_[1]);
+  EXPECT_EQ(arena_->trim(), 0u);
+  end(capture);
+  ASSERT_TRUE(arena_->capture_release(capture).ok());
+  EXPECT_EQ(arena_->trim(), 4 * kChunk);
+  give(block, streams_[1]);
+}
+
+// An event that is recorded on a captured stream would become part of the graph.
+TEST_F(ArenaCaptureTest, ACaptureBeginsOnlyAfterAnEventWasRecorded) {
+  give(take(kChunk, streams_[0]), streams_[0]);
+  Capture capture;
+  std::atomic<bool> has_begun{false};
+  std::thread other;
+  watched_->on_event_record = [&](Stream) {
+    if (other.joinable()) return;
+    other = std::thread([&] {
+      capture = arena_->capture_begin(streams_[0]).value();
+      has_begun = true;
+    });
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    EXPECT_FALSE(has_begun);
+  };
+  arena_->trim();
+  ASSERT_TRUE(other.joinable());
+  other.join();
+  end(capture);
 }
 
 TEST_F(ArenaCaptureTest, MemoryFreedOnACapturedStreamWaitsForItsEnd) {
