@@ -9,6 +9,7 @@
 
 #include "forebay/arena.h"
 #include "forebay/units.h"
+#include "runtime/device/forwarding_backend.h"
 #include "runtime/device/host/script.h"
 #include "tests/allocator/arena/chunk.h"
 #include "tests/support/gate.h"
@@ -283,6 +284,53 @@ TEST_F(ArenaPauseTest, WaitsUntilFreedBlocksAreOutOfUse) {
   opener.join();
   ASSERT_TRUE(arena_->resume(tag_).ok());
   EXPECT_TRUE(has(stays, 6, 2 * kChunk));
+}
+
+TEST_F(ArenaPauseTest, ATagWhoseFreedBlocksACapturedStreamUsesIsNotPaused) {
+  DevicePtr stays = take(kChunk, tag_);
+  DevicePtr used = take(kChunk, tag_, stream_);
+  std::memset(stays, 6, kChunk);
+  const Capture capture = arena_->capture_begin(stream_).value();
+  give(used, stream_);
+  const Status status = arena_->pause(tag_, true);
+  EXPECT_EQ(status.code(), StatusCode::kUnavailable);
+  EXPECT_NE(status.message().find("end the capture of the stream"), std::string::npos) << status.message();
+  EXPECT_EQ(backend_->charged_bytes(), 2 * kChunk);
+
+  ASSERT_TRUE(arena_->capture_end(capture).ok());
+  ASSERT_TRUE(arena_->pause(tag_, true).ok());
+  EXPECT_EQ(backend_->charged_bytes(), 0u);
+  ASSERT_TRUE(arena_->resume(tag_).ok());
+  EXPECT_TRUE(has(stays, 6, kChunk));
+}
+
+// A backend on which waiting for a stream can fail.
+class FailingWaitBackend final : public ForwardingBackend {
+ public:
+  using ForwardingBackend::ForwardingBackend;
+  Status stream_synchronize(Stream stream) override {
+    const Status status = ForwardingBackend::stream_synchronize(stream);
+    return fails ? Status(StatusCode::kInternal, "scripted") : status;
+  }
+  bool fails = false;
+};
+
+TEST_F(ArenaPauseTest, CopiesCountOnceTheirStreamHasEndedThem) {
+  FailingWaitBackend backend(*backend_);
+  auto arena = Arena::create(backend, {.limit_bytes = 16 * kChunk}).value();
+  const Tag tag = arena->tag_create({.name = "optimizer", .pausable = true}).value();
+  DevicePtr block = arena->allocate({.bytes = kChunk, .tag = tag}).value();
+  std::memset(block, 5, kChunk);
+  backend.fails = true;
+  EXPECT_EQ(arena->pause(tag, true).code(), StatusCode::kInternal);
+  EXPECT_TRUE(has(block, 5, kChunk));
+  backend.fails = false;
+  ASSERT_TRUE(arena->pause(tag, true).ok());
+  backend.fails = true;
+  EXPECT_EQ(arena->resume(tag).code(), StatusCode::kInternal);
+  backend.fails = false;
+  ASSERT_TRUE(arena->resume(tag).ok());
+  EXPECT_TRUE(has(block, 5, kChunk));
 }
 
 // Aim: a call that fails during pause or resume loses nothing and the next try works. Method: the nth call of
