@@ -966,6 +966,32 @@ TEST_F(ArenaTest, SetsAsideAMappingItCannotUndoAndTriesAgain) {
   EXPECT_EQ(reserved(), 16 * kChunk);
 }
 
+// The Backend lets it go at the third attempt. Until then no block gets its addresses.
+TEST_F(ArenaTest, AMappingThatStaysInPlaceServesNoBlockUntilItIsTrimmed) {
+  backend_->add_fault({HostCall::kSetAccess, 1, Status(StatusCode::kInternal, "scripted")});
+  backend_->add_fault({HostCall::kUnmap, 1, Status(StatusCode::kInternal, "scripted")});
+  backend_->add_fault({HostCall::kUnmap, 2, Status(StatusCode::kInternal, "scripted")});
+  EXPECT_EQ(try_take(4 * kChunk), StatusCode::kInternal);
+  DevicePtr block = take(4 * kChunk);
+  std::memset(block, 1, 4 * kChunk);
+  EXPECT_NE(arena_->report().find("256.00 KiB lost to failed calls"), std::string::npos) << arena_->report();
+  EXPECT_EQ(reserved(), 8 * kChunk);
+
+  EXPECT_EQ(arena_->trim(), 4 * kChunk);
+  EXPECT_EQ(backend_->charged_bytes(), 4 * kChunk);
+  std::memset(block, 2, 4 * kChunk);
+}
+
+TEST_F(ArenaTest, AChunkThatCouldNotBeMappedServesNoSmallerBlock) {
+  backend_->add_fault({HostCall::kMap, 1, Status(StatusCode::kInternal, "scripted")});
+  EXPECT_EQ(arena_->allocate({.bytes = 4 * kChunk, .region = Region::kPersistent}).status().code(),
+            StatusCode::kInternal);
+  std::memset(take(2 * kChunk, {}, Region::kPersistent), 1, 2 * kChunk);
+  EXPECT_EQ(reserved(), 6 * kChunk);
+  std::memset(take(4 * kChunk, {}, Region::kPersistent), 2, 4 * kChunk);
+  EXPECT_EQ(reserved(), 6 * kChunk);
+}
+
 TEST_F(ArenaTest, CreateFailsWithoutAddresses) {
   backend_->add_fault({HostCall::kReserve, 1, Status(StatusCode::kOutOfMemory, "scripted")});
   auto refused = Arena::create(*backend_, {.reserve_bytes = 16 * kChunk, .limit_bytes = 4 * kChunk});
