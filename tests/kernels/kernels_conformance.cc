@@ -887,8 +887,8 @@ float telling_value(std::uint64_t number) {
   return number == 0 ? 1.0f : number == 1 ? 0x1p-12f : 0x1p-27f;
 }
 
-// The same, around the end of the first band of a matrix: 64 small squares in one chain vanish beside 1 if the
-// chain has it, and do not if they begin a band.
+// The same, around the end of the first band of a matrix: 64 small squares in one chain vanish beside 1 if
+// the chain has it, and do not if they begin a band.
 float value_at_band_end(std::uint64_t row) {
   constexpr std::uint64_t kEnd = kFactorBandRows;
   if (row + 2 < kEnd || row >= kEnd + 64) return 0.0f;

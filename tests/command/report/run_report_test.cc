@@ -353,8 +353,9 @@ TEST(RunReport, AGridThatDoesNotDivideIsRefused) {
             std::string::npos);
   EXPECT_NE(complaint(with(R"("group": 4)")).find("does not divide its data-parallel ranks"),
             std::string::npos);
-  EXPECT_NE(complaint(with(R"("tensor_parallel": 2, "group": 6)")).find("does not divide its data-parallel ranks"),
-            std::string::npos);
+  EXPECT_NE(
+      complaint(with(R"("tensor_parallel": 2, "group": 6)")).find("does not divide its data-parallel ranks"),
+      std::string::npos);
   EXPECT_NE(complaint(with(R"("shard_within_group": 1)")).find("true or false"), std::string::npos);
 }
 
