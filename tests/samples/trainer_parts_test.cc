@@ -93,33 +93,25 @@ TEST(TrainerCursor, IsReadAsItWasWritten) {
 }
 
 TEST(TrainerCursor, EachSettingMustBeThatOfTheSavedRun) {
-  const auto refused = [](const Cursor& saved, StatusCode code, const std::string& text) {
+  const auto refused = [](auto Cursor::*field, auto value, StatusCode code, const std::string& text) {
+    Cursor saved = kCursor;
+    saved.*field = value;
     expect_thrown(code, text, [&] { check_may_resume(kCursor, saved, "LOAD", "DIRECTORY"); });
   };
   check_may_resume(kCursor, kCursor, "LOAD", "DIRECTORY");
-  Cursor saved = kCursor;
-  saved.samples = 99;
-  // A state of an older version does not say these two.
-  saved.rope_theta = saved.norm_epsilon = 0;
-  check_may_resume(kCursor, saved, "LOAD", "DIRECTORY");
-  saved = kCursor;
-  saved.seed = 9;
-  refused(saved, StatusCode::kInvalidArgument, "--load-state LOAD was saved with another --seed, 9;");
-  saved = kCursor;
-  saved.text = 9;
-  refused(saved, StatusCode::kInvalidArgument, "another --text;");
-  saved = kCursor;
-  saved.heads = 9;
-  refused(saved, StatusCode::kInvalidArgument, "another --heads, 9;");
-  saved = kCursor;
-  saved.rope_theta = 9;
-  refused(saved, StatusCode::kInvalidArgument, "another --rope-theta, 9;");
-  saved = kCursor;
-  saved.norm_epsilon = 0.25;
-  refused(saved, StatusCode::kInvalidArgument, "another rms_norm_eps, 0.25, which --initial gives;");
-  saved = kCursor;
-  saved.part = 9;
-  refused(saved, StatusCode::kCorruption, "DIRECTORY holds part 9 of the model, not part 5");
+  // Samples go on, and a state of an older version does not say the other two.
+  Cursor older = kCursor;
+  older.samples = 99;
+  older.rope_theta = older.norm_epsilon = 0;
+  check_may_resume(kCursor, older, "LOAD", "DIRECTORY");
+
+  constexpr StatusCode kInvalid = StatusCode::kInvalidArgument;
+  refused(&Cursor::seed, 9, kInvalid, "--load-state LOAD was saved with another --seed, 9;");
+  refused(&Cursor::text, 9, kInvalid, "another --text;");
+  refused(&Cursor::heads, 9, kInvalid, "another --heads, 9;");
+  refused(&Cursor::rope_theta, 9, kInvalid, "another --rope-theta, 9;");
+  refused(&Cursor::norm_epsilon, 0.25, kInvalid, "another rms_norm_eps, 0.25, which --initial gives;");
+  refused(&Cursor::part, 9, StatusCode::kCorruption, "DIRECTORY holds part 9 of the model, not part 5");
 }
 
 // --- files ---
