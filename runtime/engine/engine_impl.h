@@ -156,6 +156,8 @@ struct Engine::Impl : StepContext {
   // Errors: kInvalidArgument for a lease that has ended.
   LiveLease& live_lease(std::uint64_t number);
   void end_lease(std::uint64_t number) noexcept;
+  // For a failed engine: ~Engine waits for the work queued under the lease, or this does.
+  void cover_work(const LiveLease& lease) noexcept;
   // The trainer's last use of the unit is on `stream`.
   void note_release(int unit, Stream stream);
   DevicePtr address(ParameterId parameter);

@@ -255,7 +255,7 @@ void Engine::Impl::end_lease(std::uint64_t number) noexcept {
   const int index = lease.unit;
   const Status closed = close_aliases(index, lease.stream, lease.backward);
   if (phase == Phase::kFailed) {
-    static_cast<void>(backend.event_record(unit(index).released, lease.stream));  // ~Engine waits for it.
+    cover_work(lease);
     return;
   }
   try {
@@ -284,7 +284,17 @@ void Engine::Impl::end_lease(std::uint64_t number) noexcept {
     // A destructor cannot throw. The engine's next call throws this.
     phase = Phase::kFailed;
     failure = error.status();
+    cover_work(lease);
   }
+}
+
+void Engine::Impl::cover_work(const LiveLease& lease) noexcept {
+  Unit& u = unit(lease.unit);
+  Status covered;
+  if (u.released_on.handle != nullptr && u.released_on != lease.stream)
+    covered = backend.stream_wait(lease.stream, u.released);
+  if (covered.ok()) covered = backend.event_record(u.released, lease.stream);
+  if (!covered.ok()) static_cast<void>(backend.stream_synchronize(lease.stream));
 }
 
 Status Engine::Impl::change_access(int index, Stream stream, bool backward,

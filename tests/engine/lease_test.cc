@@ -2,9 +2,12 @@
 
 #include <gtest/gtest.h>
 
+#include <chrono>
+#include <memory>
 #include <string>
 #include <vector>
 
+#include "forebay/stream_call.h"
 #include "tests/engine/toy_cases.h"
 
 namespace forebay::testing {
@@ -157,6 +160,54 @@ TEST(Lease, AnOptionalGradientMayBeLeftOut) {
     EXPECT_EQ(m.step().grad_norm, 0.0);
     throw_if_error(rank.backend->stream_destroy(m.stream));
   });
+}
+
+// The trainer's work under a lease whose end cannot be recorded: the engine's memory stays until it is over.
+// `fails_before`: another lease made the engine fail.
+void expect_the_work_to_end_first(OrderOfUnits order, std::uint64_t failing_calls, bool fails_before) {
+  HostClock clock(HostClock::Mode::kVirtual);
+  WorldOptions world;
+  world.clock = &clock;
+  run_ranks(1, world, [&](Rank& rank) {
+    EngineOptions options;
+    options.order_of_units = order;
+    auto model = std::make_unique<Model>(rank, options);
+    Engine& engine = model->engine;
+    const Stream stream = model->stream;
+    engine.commit();
+    model->begin();
+    const auto fail = [&] {
+      for (std::uint64_t nth = 1; nth <= failing_calls; ++nth) {
+        rank.host_backend().add_fault(
+            {HostCall::kEventRecord, nth, Status(StatusCode::kInternal, "the device is not well")});
+      }
+    };
+    {
+      const Lease first = engine.forward(model->embedding, stream);
+      const Stream other = value_or_throw(rank.backend->stream_create());
+      if (fails_before) {
+        const Lease second = engine.forward(model->head, other);
+        fail();
+      }
+      throw_if_error(call_on(*rank.backend, stream, [&clock] { clock.sleep(std::chrono::seconds(7)); }));
+      if (!fails_before) fail();
+      throw_if_error(rank.backend->stream_destroy(other));
+    }
+    EXPECT_THROW(static_cast<void>(engine.forward(model->head, stream)), Error);
+
+    model.reset();
+
+    EXPECT_EQ(clock.now(), std::chrono::seconds(7));
+    throw_if_error(rank.backend->stream_destroy(stream));
+  });
+}
+
+TEST(Lease, AnEngineWaitsForWorkWhoseEndWasNotRecorded) {
+  for (const std::uint64_t failing_calls : {1u, 2u, 100u}) {
+    expect_the_work_to_end_first(OrderOfUnits::kStrict, failing_calls, false);
+    expect_the_work_to_end_first(OrderOfUnits::kRecorded, failing_calls, false);
+    expect_the_work_to_end_first(OrderOfUnits::kRecorded, failing_calls, true);
+  }
 }
 
 }  // namespace

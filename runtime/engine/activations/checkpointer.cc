@@ -154,7 +154,13 @@ void ActivationCheckpointer::Impl::save(const ActivationKey& key, const std::byt
   FOREBAY_CHECK(index >= 0, "slot %d has no place for a micro-batch that is in flight", slot);
   Place& p = place(index);
   p.micro_batch = key.micro_batch;
-  queue_save(index, source, stream);
+  try {
+    queue_save(index, source, stream);
+  } catch (const Error&) {
+    // A copy to memory that ~Impl releases may be queued, and no event tells when it is over.
+    static_cast<void>(backend.stream_synchronize(stream));
+    throw;
+  }
 
   p.used = true;
   p.state_bytes = state.size();
@@ -315,9 +321,12 @@ void ActivationCheckpointer::Impl::fetch(int index) {
 void ActivationCheckpointer::Impl::end_lease(int index, Stream stream) noexcept {
   Place& p = place(index);
   const Event event = p.buffer < 0 ? p.read : buffers[static_cast<std::size_t>(p.buffer)].released;
-  if (const Status recorded = backend.event_record(event, stream); !recorded.ok() && failure.ok()) {
-    failure = recorded;
-    communicator.abort(recorded);
+  if (const Status recorded = backend.event_record(event, stream); !recorded.ok()) {
+    static_cast<void>(backend.stream_synchronize(stream));  // In place of ~Impl, which waits for the event.
+    if (failure.ok()) {
+      failure = recorded;
+      communicator.abort(recorded);
+    }
   }
   if (p.buffer >= 0) --leased_buffers;
   --lease_count;

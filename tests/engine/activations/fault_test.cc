@@ -269,5 +269,52 @@ TEST(ActivationFaults, WaitForASilentRankNoLongerThanTheDeadline) {
   });
 }
 
+// The memory of a checkpointer stays until the work on it is over, even where no event can be recorded.
+void expect_the_work_to_end_first(ActivationPlacement placement, bool in_save, std::uint64_t failing_calls) {
+  HostClock clock(HostClock::Mode::kVirtual);
+  WorldOptions world;
+  world.clock = &clock;
+  run_ranks(1, world, [&](Rank& rank) {
+    Backend& backend = *rank.backend;
+    const Stream stream = value_or_throw(backend.stream_create());
+    DevicePtr const source = value_or_throw(backend.alloc(10'001));
+    auto checkpointer =
+        std::make_unique<ActivationCheckpointer>(backend, *rank.communicator, memory_options({}));
+    checkpointer->declare({.unit = 0, .bytes = 10'001, .placement = placement});
+    checkpointer->commit();
+    const auto work_of_which_no_event_tells = [&] {
+      throw_if_error(call_on(backend, stream, [&clock] { clock.sleep(std::chrono::seconds(7)); }));
+      for (std::uint64_t nth = 1; nth <= failing_calls; ++nth) {
+        rank.host_backend().add_fault(
+            {HostCall::kEventRecord, nth, Status(StatusCode::kInternal, "the device is not well")});
+      }
+    };
+
+    if (in_save) {
+      work_of_which_no_event_tells();
+      EXPECT_THROW(checkpointer->save({0, 0, 0}, source, 10'001, stream), Error);
+    } else {
+      checkpointer->save({0, 0, 0}, source, 10'001, stream);
+      const ActivationLease lease = checkpointer->load({0, 0, 0}, stream);
+      work_of_which_no_event_tells();
+    }
+    EXPECT_THROW(checkpointer->check(), Error);
+    checkpointer.reset();
+
+    EXPECT_EQ(clock.now(), std::chrono::seconds(7));
+    throw_if_error(backend.free(source));
+    throw_if_error(backend.stream_destroy(stream));
+  });
+}
+
+TEST(ActivationFaults, WaitForWorkWhoseEndWasNotRecorded) {
+  for (const ActivationPlacement placement : {kKeep, kPartitionAndSpill}) {
+    for (const std::uint64_t failing_calls : {1u, 100u}) {
+      expect_the_work_to_end_first(placement, true, failing_calls);
+      expect_the_work_to_end_first(placement, false, failing_calls);
+    }
+  }
+}
+
 }  // namespace
 }  // namespace forebay::testing
