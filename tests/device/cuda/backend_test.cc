@@ -26,6 +26,7 @@
 #include "runtime/device/cuda/order_book.h"
 #include "tests/device/cuda/fake_cuda_test.h"
 #include "tests/fakes/cuda/abi.h"
+#include "tests/support/gate.h"
 #include "tests/support/process.h"
 
 namespace forebay {
@@ -735,6 +736,42 @@ TEST_F(CudaBackendTest, ManyStreamsHaveHostFunctions) {
       for (const Stream stream : streams) ASSERT_TRUE(backend->stream_destroy(stream).ok());
       EXPECT_EQ(called, 300 * (round + 1));
     }
+  }
+  fake_cuda::expect_nothing_left(fake_);
+}
+
+// The word on which a stream waits goes to another stream when the first one is destroyed.
+TEST_F(CudaBackendTest, AStreamWithTheWordOfADestroyedOneWaitsForItsHostFunction) {
+  fake_cuda::FakeOptions options = fake_cuda::strict_options();
+  // A stream's host function is called when all that older streams can do is done.
+  options.callback_threads = 1;
+  start(options);
+  {
+    const auto backend = make();
+    constexpr std::size_t kKeptStreams = 64;
+    std::vector<Stream> streams;
+    for (std::size_t i = 0; i < kKeptStreams; ++i) streams.push_back(backend->stream_create().value());
+    const Stream destroyed = backend->stream_create().value();
+    const Stream younger = backend->stream_create().value();
+    const HostFunction nothing = [](void*) {};
+    ASSERT_TRUE(backend->call_host(destroyed, nothing, nullptr).ok());
+    for (const Stream stream : streams) ASSERT_TRUE(backend->stream_destroy(stream).ok());
+    ASSERT_TRUE(backend->stream_destroy(destroyed).ok());
+    EXPECT_EQ(fake_.call_count("cuStreamDestroy"), 1u);
+    const Stream stream = backend->stream_create().value();
+    const Event event = backend->event_create().value();
+    testing::Gate gate;
+
+    ASSERT_TRUE(backend->call_host(stream, &testing::Gate::wait, &gate).ok());
+    ASSERT_TRUE(backend->event_record(event, stream).ok());
+    ASSERT_TRUE(backend->call_host(younger, nothing, nullptr).ok());
+    ASSERT_TRUE(backend->stream_synchronize(younger).ok());
+
+    EXPECT_FALSE(backend->event_query(event).value()) << "the stream did not wait for its host function";
+    gate.open();
+    EXPECT_TRUE(backend->event_synchronize(event).ok());
+    EXPECT_TRUE(backend->event_destroy(event).ok());
+    for (const Stream left : {stream, younger}) EXPECT_TRUE(backend->stream_destroy(left).ok());
   }
   fake_cuda::expect_nothing_left(fake_);
 }
