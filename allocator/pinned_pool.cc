@@ -663,7 +663,9 @@ Status SlabPinnedPool::map_slab(Slab& slab) {
       return Status(StatusCode::kOutOfMemory, "the host has no addresses left for ", what,
                     "; raise ulimit -v");
     }
-    return backend_.pin(slab.base, slab.bytes);
+    Status status = backend_.pin(slab.base, slab.bytes);
+    if (!status.ok()) ::munmap(slab.base, slab.bytes);
+    return status;
   }
   if (options_.huge_pages && slab.bytes % kHugePageBytes == 0) slab.base = map_huge_pages(slab.bytes);
   slab.huge = slab.base != nullptr;

@@ -2,6 +2,7 @@
 #include "forebay/pinned_pool.h"
 
 #include <gtest/gtest.h>
+#include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -92,6 +93,16 @@ class QueryCountingBackend final : public ForwardingBackend {
   }
   int query_count = 0;
   bool fails = false;
+};
+
+class PinRefusingBackend final : public ForwardingBackend {
+ public:
+  using ForwardingBackend::ForwardingBackend;
+  Status pin(void* address, std::size_t) override {
+    refused = address;
+    return Status(StatusCode::kUnsupported, "no more locked pages");
+  }
+  void* refused = nullptr;
 };
 
 class PinnedPoolTest : public ::testing::Test {
@@ -495,6 +506,20 @@ TEST_F(PinnedPoolTest, ARefusedPinIsAnErrorAndChangesNothing) {
   make({});
   fail_next(HostCall::kPin, StatusCode::kUnsupported, "no more locked pages");
   EXPECT_EQ(pool_->allocate(16_KiB).status().code(), StatusCode::kUnsupported);
+}
+
+TEST_F(PinnedPoolTest, MemoryThatCannotBePinnedIsUnmapped) {
+  PinRefusingBackend backend(*backend_);
+  for (const bool addresses_only : {false, true}) {
+    const auto pool = std::move(PinnedPool::create(backend, {.addresses_only = addresses_only})).value();
+
+    EXPECT_FALSE(pool->allocate(5_MiB).ok());
+
+    unsigned char in_memory = 0;
+    ASSERT_NE(backend.refused, nullptr);
+    EXPECT_EQ(::mincore(std::exchange(backend.refused, nullptr), 1, &in_memory), -1);
+    EXPECT_EQ(errno, ENOMEM) << "it is still mapped";
+  }
 }
 
 TEST_F(PinnedPoolTest, ARefusedPinNamesTheLimitOnLockedMemory) {
