@@ -3,14 +3,15 @@
 //   launch_probe SIZE GRACE_MS REPORT MODE...
 //
 // Each rank writes "rank size local_rank local_size pid parent-store" to REPORT.<rank>, whole, and then:
-//   exit CODE...       ends with its rank's code (the last one when there are fewer)
-//   hang RANK CODE     that rank ends with CODE, the others wait for a signal and end with 0 on SIGTERM
-//   wait               waits for a signal; SIGINT ends it with 40 + rank, SIGTERM with 0
-//   late RANK MS       waits for a signal and ends with 128 + it; that rank MS later, once it made
-//   REPORT.done stubborn           like wait, but ignores SIGTERM and SIGINT kill RANK          that rank
-//   kills itself with SIGKILL, the others wait fewer SIZE         with more than SIZE ranks, the last one
-//   kills itself and the others wait; else ends with 0.
-//                      The launcher starts the ranks that are left again
+//   exit CODE...     ends with its rank's code (the last one when there are fewer)
+//   hang RANK CODE   that rank ends with CODE, the others wait for a signal and end with 0 on SIGTERM
+//   wait             waits for a signal; SIGINT ends it with 40 + rank, SIGTERM with 0
+//   count            makes REPORT.interrupted.<rank> on SIGINT; SIGTERM ends it with the number of these
+//   late RANK MS     waits for a signal and ends with 128 + it; that rank makes REPORT.done MS later first
+//   stubborn         like wait, but ignores SIGTERM and SIGINT
+//   kill RANK        that rank kills itself with SIGKILL, the others wait
+//   fewer SIZE       with more than SIZE ranks, the last one kills itself and the others wait; else ends
+//                    with 0. The launcher starts the ranks that are left again
 #include <sched.h>
 #include <signal.h>
 #include <unistd.h>
@@ -74,6 +75,15 @@ int run_rank(const std::vector<std::string>& arguments) {
   if (mode == "kill" && environment.rank == std::atoi(arguments[4].c_str())) raise(SIGKILL);
   if (mode == "fewer" && !is_too_many) return 0;
   if (is_too_many && environment.rank == environment.size - 1) raise(SIGKILL);
+  if (mode == "count") {
+    int interrupts = 0;
+    for (int signal = 0;; ++interrupts) {
+      sigwait(&set, &signal);
+      if (signal == SIGTERM) return interrupts;
+      const std::string path = arguments[2] + ".interrupted." + std::to_string(environment.rank);
+      if (std::FILE* file = std::fopen(path.c_str(), "w")) std::fclose(file);
+    }
+  }
   if (mode == "late") {
     int signal = 0;
     sigwait(&set, &signal);

@@ -1,6 +1,7 @@
 // The launcher, seen from outside: exit codes, signals, and that neither a process nor a directory is left.
 #include <fcntl.h>
 #include <gtest/gtest.h>
+#include <pty.h>
 #include <signal.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -9,6 +10,7 @@
 #include <chrono>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <sstream>
 #include <thread>
 
@@ -40,6 +42,11 @@ class Launch : public ::testing::Test {
 
   // Starts the probe; its store goes below this test's directory.
   void start(int size, std::chrono::milliseconds grace, const std::vector<std::string>& mode) {
+    start(size, grace, mode, [] { return fork(); });
+  }
+  // `forks` may do more than fork().
+  void start(int size, std::chrono::milliseconds grace, const std::vector<std::string>& mode,
+             const std::function<pid_t()>& forks) {
     std::vector<std::string> arguments = {FOREBAY_LAUNCH_PROBE, std::to_string(size),
                                           std::to_string(grace.count()), directory_ + "/report"};
     arguments.insert(arguments.end(), mode.begin(), mode.end());
@@ -49,7 +56,7 @@ class Launch : public ::testing::Test {
     std::filesystem::create_directory(directory_ + "/runtime");
     setenv("XDG_RUNTIME_DIR", (directory_ + "/runtime").c_str(), 1);
     size_ = size;
-    probe_ = fork();
+    probe_ = forks();
     ASSERT_GE(probe_, 0);
     if (probe_ == 0) {
       execv(pointers[0], pointers.data());
@@ -57,17 +64,24 @@ class Launch : public ::testing::Test {
     }
   }
 
+  // Waits until every rank has made the file with its number at the end.
+  void wait_for_files(const std::string& name) const {
+    const auto limit = std::chrono::steady_clock::now() + 60s;
+    for (int rank = 0; rank < size_; ++rank) {
+      while (!std::filesystem::exists(name + std::to_string(rank)) &&
+             std::chrono::steady_clock::now() < limit)
+        std::this_thread::yield();
+    }
+  }
+
   // Waits until every rank has written its report.
   std::vector<Report> reports() {
     std::vector<Report> result;
-    const auto limit = std::chrono::steady_clock::now() + 60s;
+    wait_for_files(directory_ + "/report.");
     for (int rank = 0; rank < size_; ++rank) {
-      const std::string path = directory_ + "/report." + std::to_string(rank);
-      while (!std::filesystem::exists(path) && std::chrono::steady_clock::now() < limit)
-        std::this_thread::yield();
       Report report;
-      std::ifstream(path) >> report.rank >> report.size >> report.local_rank >> report.local_size >>
-          report.pid >> report.store;
+      std::ifstream(directory_ + "/report." + std::to_string(rank)) >> report.rank >> report.size >>
+          report.local_rank >> report.local_size >> report.pid >> report.store;
       result.push_back(report);
     }
     return result;
@@ -161,6 +175,23 @@ TEST_F(Launch, PassesInterruptAndTerminateOn) {
     for (int rank = 0; rank < 2; ++rank)
       std::filesystem::remove(directory_ + "/report." + std::to_string(rank));
   }
+}
+
+// The launcher stands still until the ranks have taken the interrupt, so a second one would be seen.
+TEST_F(Launch, DoesNotPassOnTheInterruptThatTheTerminalSendsToAll) {
+  int terminal = -1;
+  start(2, 30s, {"count"}, [&] { return forkpty(&terminal, nullptr, nullptr, nullptr); });
+  const std::vector<Report> ranks = reports();
+  ASSERT_EQ(kill(probe_, SIGSTOP), 0);
+  ASSERT_EQ(waitpid(probe_, nullptr, WUNTRACED), probe_);
+  ASSERT_EQ(write(terminal, "\x03", 1), 1);
+  wait_for_files(directory_ + "/report.interrupted.");
+  kill(probe_, SIGTERM);
+  kill(probe_, SIGCONT);
+
+  EXPECT_EQ(wait(), 1) << "interrupts of a rank";
+  expect_nothing_left(ranks);
+  close(terminal);
 }
 
 // A rank that is asked to end may be in a long step, or save its state: it is killed at the second request.
