@@ -424,15 +424,25 @@ TEST_P(FileStore, AFailedBatchDropsItsRestAndNoOther) {
   EXPECT_LE(store->statistics().write_count, 32u + 2 * options_.depth);
 }
 
+// The descriptors of this process for files in the directory.
+std::vector<int> descriptors_in(const std::string& directory) {
+  std::vector<int> descriptors;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+    std::error_code gone;
+    const std::string target = std::filesystem::read_symlink(entry.path(), gone).string();
+    if (!gone && target.starts_with(directory + "/"))
+      descriptors.push_back(std::stoi(entry.path().filename().string()));
+  }
+  return descriptors;
+}
+
 // The store's scratch files of one directory, opened once more as a stranger would.
 class ScratchAccess {
  public:
   explicit ScratchAccess(const std::string& directory) {
-    for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
-      std::error_code gone;
-      const std::string target = std::filesystem::read_symlink(entry.path(), gone).string();
-      if (!gone && target.starts_with(directory + "/"))
-        files_.push_back(::open(entry.path().c_str(), O_RDWR | O_CLOEXEC));
+    for (const int descriptor : descriptors_in(directory)) {
+      const std::string path = "/proc/self/fd/" + std::to_string(descriptor);
+      files_.push_back(::open(path.c_str(), O_RDWR | O_CLOEXEC));
     }
   }
   ~ScratchAccess() {
@@ -605,6 +615,28 @@ TEST_P(FileStore, DealsStripesToAllDirectoriesAndReservesThem) {
   }
 
   EXPECT_EQ(total, 19 * kBlock + kGranule);
+}
+
+TEST_P(FileStore, ARefusedRangeGivesTheSpaceInOtherDirectoriesBack) {
+  auto store = make_file_store(options_).value();
+  ASSERT_TRUE(store->create_range("w", 10 * kBlock).ok());
+  const ScratchAccess first(directory_.path());
+  const auto size = [&] {
+    struct stat facts {};
+    EXPECT_EQ(::fstat(first.files().at(0), &facts), 0);
+    return facts.st_size;
+  };
+  const auto before = size();
+  // Nothing can be written to the second file.
+  for (const int descriptor : descriptors_in(other_directory_.path())) {
+    const int unwritable = ::open("/dev/null", O_RDONLY | O_CLOEXEC);
+    ASSERT_EQ(::dup3(unwritable, descriptor, O_CLOEXEC), descriptor);
+    ::close(unwritable);
+  }
+
+  EXPECT_EQ(store->create_range("x", 10 * kBlock).status().code(), StatusCode::kIoError);
+
+  EXPECT_EQ(size(), before);
 }
 
 TEST_P(FileStore, MemoryOnAPageGoesPastTheBounceBuffers) {
