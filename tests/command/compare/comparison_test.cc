@@ -126,6 +126,24 @@ TEST(Comparison, PrintsEverySettingAsCsvAndThePageStandsAlone) {
   EXPECT_NE(shown.find("options: --stage"), std::string::npos) << shown;
 }
 
+TEST(Comparison, TheHostHasSpilledActivations) {
+  ComparisonRequest request = request_of(4, 1024, 8, "dgx-a100");
+  request.choices.stages = {1};
+  request.choices.offloads = {Offload::kNone};
+  request.choices.recompute = {1};
+  request.choices.tensor_parallel = {2};
+  request.choices.batches = {1};
+  request.choices.buckets = {16u << 20};
+  request.choices.activations = {{.placement = ActivationPlacement::kPartition},
+                                 {.placement = ActivationPlacement::kPartitionAndSpill}};
+
+  const Comparison comparison = value_or_throw(compare_settings(request));
+
+  ASSERT_EQ(comparison.settings.size(), 2u);
+  const std::uint64_t spilled_bytes = 4 * 1024 * 1024 * 2 / 2;  // Four inputs, cut over two ranks.
+  EXPECT_EQ(comparison.settings[1].host_bytes, comparison.settings[0].host_bytes + spilled_bytes);
+}
+
 TEST(Comparison, SaysThatNoSettingDividesTheBatch) {
   ComparisonRequest request = request_of(2, 512, 8, "dgx-a100");
   request.global_batch = 7;
