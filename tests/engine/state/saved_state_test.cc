@@ -352,6 +352,16 @@ TEST_F(SavedStateFiles, AStepIsSavedAgainWithoutAnExchange) {
             (std::vector<std::string>{"step-000000000009-2", "step-000000000008"}));
 }
 
+// Both names exist while a step is saved again.
+TEST_F(SavedStateFiles, AStepWithTwoNamesIsTheStateThatLatestNames) {
+  save(directory_, 7);
+  fs::copy(file("step-000000000007"), file("step-000000000007-2"));
+  for (const char* const name : {"step-000000000007", "step-000000000007-2"}) {
+    std::ofstream(file("latest")) << name << '\n';
+    EXPECT_EQ(internal::find_state_of(StateDirectory(directory_), 7), name);
+  }
+}
+
 TEST_F(SavedStateFiles, AreWholeWhereWritesTakeAPart) {
   most_written = 1001;
   save(directory_, 7);
