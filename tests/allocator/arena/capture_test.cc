@@ -1,11 +1,14 @@
 // Captured graphs: private memory, and mappings that do not change.
 #include <gtest/gtest.h>
+#include <sys/types.h>
+#include <unistd.h>
 
 #include <atomic>
-#include <chrono>
 #include <cstring>
+#include <fstream>
 #include <memory>
 #include <set>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -175,19 +178,31 @@ TEST_F(ArenaCaptureTest, AMappingThatWasSetAsideStaysDuringACapture) {
   give(block, streams_[1]);
 }
 
+// Whether this thread of the process waits for something. True where the system does not tell.
+bool is_waiting(pid_t thread) {
+  std::ifstream file("/proc/self/task/" + std::to_string(thread) + "/stat");
+  std::string stat;
+  std::getline(file, stat);
+  // "NUMBER (NAME) STATE ...".
+  const std::size_t end = stat.rfind(") ");
+  return end == std::string::npos || stat[end + 2] == 'S';
+}
+
 // An event that is recorded on a captured stream would become part of the graph.
 TEST_F(ArenaCaptureTest, ACaptureBeginsOnlyAfterAnEventWasRecorded) {
   give(take(kChunk, streams_[0]), streams_[0]);
   Capture capture;
+  std::atomic<pid_t> number{0};
   std::atomic<bool> has_begun{false};
   std::thread other;
   watched_->on_event_record = [&](Stream) {
     if (other.joinable()) return;
     other = std::thread([&] {
+      number = ::gettid();
       capture = arena_->capture_begin(streams_[0]).value();
       has_begun = true;
     });
-    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    while (!has_begun && (number == 0 || !is_waiting(number))) std::this_thread::yield();
     EXPECT_FALSE(has_begun);
   };
   arena_->trim();

@@ -240,10 +240,13 @@ void expect_refused(const std::string& part, const Call& call) {
   }
 }
 
-// The trainer's stream reads the memory until then.
+// The trainer's stream reads the memory until then. The virtual clock moves on only while all threads wait.
 TEST(ActivationCheckpointer, ClosesWhenItsLastReaderHasRead) {
   for (const ActivationPlacement placement : {kKeep, kPartition}) {
-    run_ranks(2, {}, [&](Rank& rank) {
+    HostClock clock(HostClock::Mode::kVirtual);
+    WorldOptions world;
+    world.clock = &clock;
+    run_ranks(2, world, [&](Rank& rank) {
       const Stream stream = value_or_throw(rank.backend->stream_create());
       DevicePtr const source = value_or_throw(rank.backend->alloc(1000));
       std::atomic<bool> has_read{false};
@@ -254,7 +257,7 @@ TEST(ActivationCheckpointer, ClosesWhenItsLastReaderHasRead) {
         checkpointer.save({}, source, 1000, stream);
         const ActivationLease lease = checkpointer.load({}, stream);
         throw_if_error(call_on(*rank.backend, stream, [&] {
-          std::this_thread::sleep_for(std::chrono::milliseconds(20));
+          clock.sleep(std::chrono::milliseconds(1));
           has_read = true;
         }));
       }

@@ -5,7 +5,6 @@
 #include <atomic>
 #include <chrono>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "tests/engine/toy_cases.h"
@@ -53,10 +52,14 @@ void expect_planned(Engine& engine, const std::string& what) {
   EXPECT_EQ(measured.peak, measured.planned) << what;
 }
 
-// The next update writes the parameters that it reads.
+// The next update writes the parameters that it reads. The virtual clock moves on only while all threads
+// wait.
 TEST(EvaluationEnd, WaitsForTheTrainersStream) {
   ToyOptions options = options_for(1, DataType::kFloat32, 1);
-  run_ranks(1, {}, [&](Rank& rank) {
+  HostClock clock(HostClock::Mode::kVirtual);
+  WorldOptions world;
+  world.clock = &clock;
+  run_ranks(1, world, [&](Rank& rank) {
     ToyTrainer trainer(options, rank);
     trainer.initialize();
     const Stream stream = value_or_throw(rank.backend->stream_create());
@@ -65,7 +68,7 @@ TEST(EvaluationEnd, WaitsForTheTrainersStream) {
     {
       const Lease lease = trainer.engine().forward(0, stream);
       throw_if_error(call_on(*rank.backend, stream, [&] {
-        std::this_thread::sleep_for(std::chrono::milliseconds(20));
+        clock.sleep(std::chrono::milliseconds(1));
         has_read = true;
       }));
     }
