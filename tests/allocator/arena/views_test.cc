@@ -10,12 +10,15 @@
 #include <map>
 #include <mutex>
 #include <random>
+#include <set>
+#include <string>
 #include <thread>
 #include <utility>
 #include <variant>
 #include <vector>
 
 #include "allocator/arena/arena_mappings.h"
+#include "allocator/arena/learned.h"
 #include "forebay/arena.h"
 #include "forebay/memory_snapshot.h"
 #include "forebay/model_backend.h"
@@ -103,6 +106,22 @@ class ArenaViewsTest : public ::testing::Test {
           [pattern = content.pattern](std::byte byte) { return byte != static_cast<std::byte>(pattern); });
       EXPECT_EQ(wrong - block, static_cast<std::ptrdiff_t>(content.bytes)) << "pattern " << content.pattern;
     }
+  }
+  // Trims until all work of the first stream is known to have ended. No memory goes back.
+  void trim_to(std::size_t mapping_count) {
+    // An event of earlier frees ends, then one is recorded for the later ones, and then that ends.
+    for (int i = 0; i < 3; ++i) {
+      ASSERT_TRUE(backend_->stream_synchronize(streams_[0]).ok());
+      EXPECT_EQ(arena_->trim(), 0u);
+    }
+    EXPECT_EQ(watched_->mapping_count(), mapping_count);
+    EXPECT_EQ(mappings_of(*arena_).count, mapping_count);
+  }
+  // The chunks that these addresses show.
+  std::set<std::uint64_t> chunks_of(DevicePtr address, std::size_t count) const {
+    std::set<std::uint64_t> chunks;
+    for (std::size_t i = 0; i < count; ++i) chunks.insert(watched_->chunk_at(address + i * kChunk).begin);
+    return chunks;
   }
   std::uint64_t driver_calls() const { return arena_->statistics().driver_call_count; }
 
@@ -308,15 +327,6 @@ TEST_F(ArenaViewsTest, ABlockOfShownMemoryKeepsTheStreamsItsMemoryWaitedFor) {
 // Their memory is live at other addresses all the time, so no free memory waits for the stream.
 TEST_F(ArenaViewsTest, TrimUnmapsAddressesWhoseMemoryIsLiveElsewhere) {
   make({.limit_bytes = 4 * kChunk, .largest_chunk_bytes = kChunk});
-  const auto trim_all = [&] {
-    // An event of earlier frees ends, then one is recorded for the later ones, and then that ends.
-    for (int i = 0; i < 3; ++i) {
-      ASSERT_TRUE(backend_->stream_synchronize(streams_[0]).ok());
-      EXPECT_EQ(arena_->trim(), 0u);
-    }
-    EXPECT_EQ(watched_->mapping_count(), 4u);
-    EXPECT_EQ(mappings_of(*arena_).count, 4u);
-  };
   Gate gates[2];
   DevicePtr blocks[4];
   for (DevicePtr& block : blocks) block = take(kChunk, streams_[0]);
@@ -333,7 +343,7 @@ TEST_F(ArenaViewsTest, TrimUnmapsAddressesWhoseMemoryIsLiveElsewhere) {
   DevicePtr row = take(3 * kChunk, streams_[0]);
   EXPECT_EQ(row, blocks[0]);
   gates[0].open();
-  trim_all();
+  trim_to(4);
 
   ASSERT_TRUE(backend_->call_host(streams_[0], &Gate::wait, &gates[1]).ok());
   give(row, streams_[0]);
@@ -345,7 +355,26 @@ TEST_F(ArenaViewsTest, TrimUnmapsAddressesWhoseMemoryIsLiveElsewhere) {
   std::memset(take(2 * kChunk, streams_[0]), 1, 2 * kChunk);
   EXPECT_EQ(watched_->mapping_count(), 6u);
   gates[1].open();
-  trim_all();
+  trim_to(4);
+}
+
+// No memory has waited for the stream before, so only the block itself tells that addresses wait for it.
+TEST_F(ArenaViewsTest, TrimUnmapsAddressesFromWhichABlockTookTheMemoryThatTheyShow) {
+  make({.limit_bytes = 4 * kChunk, .largest_chunk_bytes = kChunk});
+  Gate gate;
+  DevicePtr blocks[4];
+  for (DevicePtr& block : blocks) block = take(kChunk);
+  give(blocks[0]);
+  give(blocks[2]);
+  DevicePtr large = take(2 * kChunk, streams_[0]);
+  EXPECT_EQ(watched_->mapping_count(), 6u);
+  ASSERT_TRUE(backend_->call_host(streams_[0], &Gate::wait, &gate).ok());
+  give(large, streams_[0]);
+  give(blocks[1]);
+  EXPECT_EQ(take(3 * kChunk, streams_[0]), blocks[0]);
+
+  gate.open();
+  trim_to(4);
 }
 
 // --- other threads act while a request has released its lock -------
@@ -411,6 +440,44 @@ TEST_F(ArenaViewsTest, ATagThatIsPausedMeanwhileGetsNoBlock) {
   EXPECT_TRUE(arena_->resume(tag).ok());
 }
 
+// The Backend lets the new addresses go at the third attempt. They show free memory meanwhile.
+TEST_F(ArenaViewsTest, AStitchThatCannotBeUndoneServesNoBlock) {
+  make({.limit_bytes = 8 * kChunk, .largest_chunk_bytes = kChunk});
+  DevicePtr blocks[8];
+  for (DevicePtr& block : blocks) block = take(kChunk);
+  for (int i = 0; i < 8; i += 2) give(blocks[i]);
+  backend_->add_fault({HostCall::kSetAccess, 1, Status(StatusCode::kInternal, "scripted")});
+  backend_->add_fault({HostCall::kUnmap, 1, Status(StatusCode::kInternal, "scripted")});
+  backend_->add_fault({HostCall::kUnmap, 2, Status(StatusCode::kInternal, "scripted")});
+  EXPECT_EQ(arena_->allocate({.bytes = 4 * kChunk}).status().code(), StatusCode::kInternal);
+
+  DevicePtr block = take(4 * kChunk);
+
+  EXPECT_EQ(watched_->shown(block, 4 * kChunk).size(), 4u);
+  std::memset(block, 1, 4 * kChunk);
+}
+
+// The beginning of the block keeps its addresses, which lie in front of unmapped ones.
+TEST_F(ArenaViewsTest, AStitchThatFailsBehindFreeMemoryLosesNone) {
+  make({.limit_bytes = 8 * kChunk, .growth_bytes = kChunk, .largest_chunk_bytes = kChunk});
+  DevicePtr blocks[7];
+  for (DevicePtr& block : blocks) block = take(kChunk);
+  take(kChunk / 4);
+  DevicePtr const last = take(3 * kChunk / 4);
+  give(last);
+  for (const int i : {1, 3, 5}) give(blocks[i]);
+  const AllocationRequest request{.bytes = 15 * kChunk / 4, .alignment = 1024};
+  backend_->add_fault({HostCall::kSetAccess, 1, Status(StatusCode::kInternal, "scripted")});
+  EXPECT_EQ(arena_->allocate(request).status().code(), StatusCode::kInternal);
+
+  DevicePtr const beginning = take(3 * kChunk / 4);
+  EXPECT_EQ(beginning, last);
+  give(beginning);
+  const auto block = arena_->allocate(request);
+  ASSERT_TRUE(block.ok()) << block.status().to_string();
+  EXPECT_EQ(block.value(), last) << "the block does not begin in front of unmapped addresses";
+}
+
 // The address range is twice the limit, so the addresses of old stitches have to be used again.
 TEST_F(ArenaViewsTest, ReusesTheAddressesOfOldStitches) {
   make({.reserve_bytes = 20 * kChunk, .limit_bytes = 8 * kChunk, .largest_chunk_bytes = kChunk});
@@ -471,6 +538,41 @@ TEST_F(ArenaViewsTest, NoBlockShowsAByteTwice) {
       }
     }
   }
+}
+
+// A file of learned placements by hand: the addresses of the second block show 70 chunks in the order in
+// which no others do, and then the last of them once more.
+TEST_F(ArenaViewsTest, AddressesOfManyChunksServeNoBlockIfTheyShowTheLastOneTwice) {
+  constexpr std::size_t kCount = 70;
+  make({.limit_bytes = 80 * kChunk, .largest_chunk_bytes = kChunk});
+  ASSERT_TRUE(arena_->learn_begin().ok());
+  give(take(kCount * kChunk));
+  give(take((kCount + 1) * kChunk));
+  internal::LearnedPlacements learned =
+      internal::LearnedPlacements::decode(arena_->learn_end().value()).value();
+  ASSERT_EQ(learned.placements.size(), 2u);
+  const std::size_t first = learned.transient_offset;
+  const std::size_t second = first + 2 * kCount * kChunk;
+  learned.chunk_bytes.assign(kCount, kChunk);
+  learned.mappings.clear();
+  for (std::uint32_t i = 0; i < kCount; ++i) learned.mappings.push_back({first + i * kChunk, i});
+  for (std::uint32_t i = 0; i < kCount; ++i)
+    learned.mappings.push_back({second + i * kChunk, static_cast<std::uint32_t>(kCount) - 1 - i});
+  learned.mappings.push_back({second + kCount * kChunk, 0});
+  learned.placements[0].offset = first;
+  learned.placements[1].offset = second;
+  const std::string text = learned.encode();
+  TearDown();
+  make({.limit_bytes = 80 * kChunk, .largest_chunk_bytes = kChunk, .learned = text});
+  DevicePtr const earlier = take(kCount * kChunk);
+  const std::set<std::uint64_t> chunks = chunks_of(earlier, kCount);
+  give(earlier);
+
+  DevicePtr const block = take((kCount + 1) * kChunk);
+
+  EXPECT_EQ(chunks.size(), kCount);
+  EXPECT_NE(watched_->chunk_at(earlier + (second - first)).end, 0u) << "the file was not followed";
+  EXPECT_EQ(chunks_of(block, kCount + 1).size(), kCount + 1);
 }
 
 // The memory is wholly free and may serve the tag once its old addresses are unmapped. There are addresses
