@@ -19,7 +19,8 @@ using SteadyClock = std::chrono::steady_clock;
 using namespace std::chrono_literals;
 
 constexpr int kRounds = 8;  // Rounds of each operation at each number of ranks.
-constexpr std::chrono::seconds kNoticeMax{2};
+// Far below the deadline of a minute, far above what a busy machine needs.
+constexpr std::chrono::seconds kNoticeMax{20};
 
 class PeerLoss : public ::testing::TestWithParam<int> {
  protected:
@@ -46,11 +47,12 @@ class PeerLoss : public ::testing::TestWithParam<int> {
     for (int rank = 0; rank < size(); ++rank) {
       std::vector<std::string> command = words(rank);
       command.insert(command.begin(), FOREBAY_PEER_PROBE);
-      ranks_.push_back(
-          std::make_unique<Process>(command, Process::Variables{{"FOREBAY_RANK", std::to_string(rank)},
-                                                                {"FOREBAY_SIZE", std::to_string(size())},
-                                                                {"FOREBAY_TEST_DEADLINE_MS", deadline_ms},
-                                                                {"FOREBAY_STORE", store}}));
+      ranks_.push_back(std::make_unique<Process>(
+          command, Process::Variables{{"FOREBAY_LOG", "off"},  // Which ranks are late is not compared.
+                                      {"FOREBAY_RANK", std::to_string(rank)},
+                                      {"FOREBAY_SIZE", std::to_string(size())},
+                                      {"FOREBAY_TEST_DEADLINE_MS", deadline_ms},
+                                      {"FOREBAY_STORE", store}}));
     }
   }
 

@@ -19,7 +19,8 @@ namespace {
 using SteadyClock = std::chrono::steady_clock;
 
 constexpr int kRounds = 4;  // Rounds of each operation at each number of ranks.
-constexpr std::chrono::seconds kNoticeMax{2};
+// Far below the deadline of a minute, far above what a busy machine needs.
+constexpr std::chrono::seconds kNoticeMax{20};
 
 // The names in the file system of shared memory.
 std::set<std::string> named_memory() {
@@ -48,10 +49,11 @@ class ShmProcesses : public ::testing::TestWithParam<int> {
     ranks_.clear();
     words.insert(words.begin(), FOREBAY_SHM_PROBE);
     for (int rank = 0; rank < size(); ++rank) {
-      ranks_.push_back(
-          std::make_unique<Process>(words, Process::Variables{{"FOREBAY_RANK", std::to_string(rank)},
-                                                              {"FOREBAY_SIZE", std::to_string(size())},
-                                                              {"FOREBAY_STORE", store}}));
+      ranks_.push_back(std::make_unique<Process>(
+          words, Process::Variables{{"FOREBAY_LOG", "off"},  // Which ranks are late is not compared.
+                                    {"FOREBAY_RANK", std::to_string(rank)},
+                                    {"FOREBAY_SIZE", std::to_string(size())},
+                                    {"FOREBAY_STORE", store}}));
     }
     for (const auto& rank : ranks_) ASSERT_TRUE(rank->wait_for_output("ready\n"));
   }
@@ -166,11 +168,12 @@ std::vector<std::string> transports(int elsewhere) {
           "mount --bind '" + (directory / "boot") + "' /proc/sys/kernel/random/boot_id && exec \"$@\"";
       words.insert(words.begin(), {"/usr/bin/unshare", "-m", "/bin/sh", "-c", script, "sh"});
     }
-    ranks.push_back(
-        std::make_unique<Process>(words, Process::Variables{{"FOREBAY_RANK", std::to_string(rank)},
-                                                            {"FOREBAY_SIZE", "3"},
-                                                            {"FOREBAY_INTERFACE", "127.0.0.1"},
-                                                            {"FOREBAY_STORE", directory / "store"}}));
+    ranks.push_back(std::make_unique<Process>(
+        words, Process::Variables{{"FOREBAY_LOG", "off"},  // Which ranks are late is not compared.
+                                  {"FOREBAY_RANK", std::to_string(rank)},
+                                  {"FOREBAY_SIZE", "3"},
+                                  {"FOREBAY_INTERFACE", "127.0.0.1"},
+                                  {"FOREBAY_STORE", directory / "store"}}));
   }
   std::vector<std::string> names;
   for (const auto& rank : ranks) names.push_back(rank->finish().output);
