@@ -310,6 +310,39 @@ TEST(ActivationCheckpointer, FillsARegionToTheByteOfItsBudget) {
   });
 }
 
+// The save of an activation that was discarded may still wait on its stream when its place is used again.
+TEST(ActivationCheckpointer, SavesIntoAPlaceOnlyWhenItsLastSaveIsOver) {
+  constexpr std::uint64_t kBytes = 10'000;
+  for (const ActivationPlacement placement : {kKeep, kPartition}) {
+    HostClock clock(HostClock::Mode::kVirtual);
+    WorldOptions world;
+    world.clock = &clock;
+    run_ranks(1, world, [&](Rank& rank) {
+      Backend& backend = *rank.backend;
+      ActivationCheckpointer checkpointer(backend, *rank.communicator, memory_options({}));
+      checkpointer.declare({.unit = 0, .bytes = kBytes, .placement = placement});
+      checkpointer.commit();
+      const Stream late = value_or_throw(backend.stream_create());
+      const Stream early = value_or_throw(backend.stream_create());
+      DevicePtr const sources = value_or_throw(backend.alloc(2 * kBytes));
+      std::memset(sources, 1, kBytes);
+      std::memset(sources + kBytes, 2, kBytes);
+
+      throw_if_error(call_on(backend, late, [&clock] { clock.sleep(std::chrono::seconds(1)); }));
+      checkpointer.save({0, 0, 0}, sources, kBytes, late);
+      checkpointer.discard({0, 0, 0});
+      checkpointer.save({0, 0, 1}, sources + kBytes, kBytes, early);
+      for (const Stream stream : {late, early}) throw_if_error(backend.stream_synchronize(stream));
+
+      const ActivationLease lease = checkpointer.load({0, 0, 1}, early);
+      throw_if_error(backend.stream_synchronize(early));
+      EXPECT_EQ(lease.data()[0], std::byte{2});
+      for (const Stream stream : {late, early}) throw_if_error(backend.stream_destroy(stream));
+      throw_if_error(backend.free(sources));
+    });
+  }
+}
+
 // On the virtual clock: what is saved takes no time, and its place is read a millisecond later by a kernel
 // (what is kept), a gather (what is cut) or a fetch (what is spilled).
 TEST(ActivationCheckpointer, SavesIntoAPlaceOnlyWhenItsLastReaderHasRead) {
