@@ -46,6 +46,10 @@ def _text(value: Any) -> str:
     return str(value)
 
 
+def _option_name(name: str) -> str:
+    return name if name.startswith("agree.") else name.replace("_", "-")
+
+
 def version() -> str:
     """The version of the loaded library."""
     return library().version().decode()
@@ -68,12 +72,11 @@ class Options(Handle):
 
     def set(self, name: str, value: Any) -> None:
         """Sets one option. `value` is a text, a number, a bool or a list of paths."""
-        name = name if name.startswith("agree.") else name.replace("_", "-")
-        library().options_set(self, name.encode(), _text(value).encode())
+        library().options_set(self, _option_name(name).encode(), _text(value).encode())
 
     def get(self, name: str) -> str:
         """The value of one option as text."""
-        return result(library().options_get, ctypes.c_char_p, self, name.replace("_", "-").encode()).decode()
+        return result(library().options_get, ctypes.c_char_p, self, _option_name(name).encode()).decode()
 
     def read_environment(self) -> None:
         """Sets rank, size, local-rank, store and interface from the launcher's environment."""

@@ -3,14 +3,17 @@
 import array
 import ctypes
 import os
+import pathlib
+import sys
 import tempfile
 import threading
 import unittest
+from unittest import mock
 
 import support
 
 import forebay
-from forebay import core
+from forebay import _library, core
 
 support.need_library()
 
@@ -24,6 +27,12 @@ class Options(unittest.TestCase):
             self.assertEqual(options.get("offload-tier"), "nvme:/tmp")
             self.assertEqual(options.get("overlap"), "off")
             self.assertTrue(all(set(row) == {"name", "value", "values", "help"} for row in options.list()))
+        with forebay.Options(stage=0, offload_tier=["nvme:/tmp/a", pathlib.Path("/tmp/b")], overlap=None) as options:
+            self.assertEqual(options.get("stage"), "0")
+            self.assertEqual(options.get("offload_tier"), "nvme:/tmp/a,/tmp/b")
+            self.assertEqual(options.get("overlap"), "on")
+            options.set("agree.my_name", "mine")
+            self.assertEqual(options.get("agree.my_name"), "mine")
 
     def test_mistakes_are_named(self):
         with self.assertRaisesRegex(forebay.InvalidArgument, "did you mean stage"):
@@ -57,6 +66,114 @@ class Store(unittest.TestCase):
             fits = len(store.text) <= capacity
             self.assertEqual(get(b"there"), ((store.text if fits else b"").ljust(capacity, b"."), len(store.text)))
 
+    def test_texts_are_set_once_or_again_and_removed(self):
+        store = Texts()
+        calls = core._StoreCalls(store)
+
+        def call(function, name, text):
+            memory = ctypes.create_string_buffer(text, len(text))
+            return function(None, name, ctypes.addressof(memory), len(text))
+
+        self.assertEqual(call(calls.set, b"name", b"a\0b"), 0)
+        self.assertEqual(call(calls.set_if_absent, b"name", b"late"), 0)
+        self.assertEqual(call(calls.set_if_absent, b"other", b"first"), 0)
+        self.assertEqual(store.texts, {"name": b"a\0b", "other": b"first"})
+        self.assertEqual(call(calls.set, b"name", b"new"), 0)
+        calls.remove(None, b"other")
+        self.assertEqual(store.texts, {"name": b"new"})
+
+    def test_a_store_that_raises_does_not_work(self):
+        calls = core._StoreCalls(object())
+        for function in (calls.set, calls.set_if_absent):
+            self.assertEqual(function(None, b"name", None, 0), forebay.Unavailable.code)
+        self.assertEqual(calls.get(None, b"name", None, 0, ctypes.byref(ctypes.c_uint64())), forebay.Unavailable.code)
+
+
+class Texts:
+    """A store as torch.distributed has them, in this process."""
+
+    def __init__(self):
+        self.texts, self.names, self.lock = {}, set(), threading.Lock()
+
+    def set(self, name, text):
+        with self.lock:
+            self.texts[name] = text
+            self.names.add(name)
+
+    def get(self, name):
+        return self.texts[name]
+
+    def check(self, names):
+        return all(name in self.texts for name in names)
+
+    def compare_set(self, name, expected, text):
+        with self.lock:
+            self.names.add(name)
+            if self.texts.get(name, b"") == expected.encode():
+                self.texts[name] = text
+
+    def delete_key(self, name):
+        with self.lock:
+            self.texts.pop(name, None)
+
+
+def on_ranks(size, body):
+    """The results of body(rank) on a thread for each rank. The first exception is raised here."""
+    results, errors = [None] * size, []
+
+    def run(rank):
+        try:
+            results[rank] = body(rank)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results
+
+
+class Ranks(unittest.TestCase):
+    def test_pieces_come_in_rank_order_and_a_failure_reaches_all(self):
+        for size in (3, 4):
+            met, looked = [], threading.Barrier(size)
+
+            def body(rank):
+                with forebay.Device() as device, group.communicator(rank, device) as ranks:
+                    self.assertEqual((ranks.rank, ranks.size), (rank, size))
+                    pieces = ranks.exchange(bytes([rank, 0, rank]))
+                    self.assertEqual(ranks.exchange(b""), [b""] * size)
+                    met.append(rank)
+                    ranks.barrier()
+                    self.assertEqual(len(met), size)
+                    looked.wait()
+                    if rank == size - 1:
+                        ranks.abort(forebay.Corruption.code, "bytes are wrong")
+                    with self.assertRaisesRegex(forebay.Corruption, "bytes are wrong"):
+                        ranks.barrier()
+                    return pieces
+
+            with forebay.LocalGroup(size) as group:
+                results = on_ranks(size, body)
+            self.assertEqual(results, [[bytes([r, 0, r]) for r in range(size)]] * size)
+
+    def test_they_meet_in_a_directory_or_in_a_store_of_the_program(self):
+        def met(rank, **options):
+            with forebay.Device() as device:
+                with forebay.Communicator(device, rank=rank, size=3, deadline=60000, **options) as ranks:
+                    return ranks.exchange(b"%d" % rank)
+
+        with tempfile.TemporaryDirectory() as directory:
+            store = pathlib.Path(directory)
+            self.assertEqual(on_ranks(3, lambda rank: met(rank, store=store)), [[b"0", b"1", b"2"]] * 3)
+        store = Texts()
+        self.assertEqual(on_ranks(3, lambda rank: met(rank, store=store, prefix="mine")), [[b"0", b"1", b"2"]] * 3)
+        self.assertEqual({name.split("/")[0] for name in store.names}, {"mine"})
+
 
 class Memory(unittest.TestCase):
     def test_an_arena_gives_and_takes_blocks(self):
@@ -80,6 +197,33 @@ class Memory(unittest.TestCase):
             pool.free(pinned)
             arena.free(block)
 
+    def test_flags_reach_the_arena(self):
+        with forebay.Device("host", device_memory=1 << 28) as device, forebay.Arena(device) as arena:
+            with self.assertRaisesRegex(forebay.InvalidArgument, "flags"):
+                arena.allocate(512, flags=1 << 20)
+            with self.assertRaises(forebay.InvalidArgument):
+                arena.pause(arena.tag("fixed"))
+            pausable = arena.tag("pausable", flags=core.PAUSABLE)
+            block = arena.allocate(1 << 16, tag=pausable)
+            device.fill(block, 7, 1 << 16)
+            device.synchronize()
+            arena.pause(pausable)
+            arena.resume(pausable)
+            self.assertEqual(ctypes.string_at(block, 1 << 16), bytes([7]) * (1 << 16))
+            arena.free(block)
+            peak = arena.number("peak_live_bytes")
+            arena.reset_peaks()
+            self.assertLess(arena.number("peak_live_bytes"), peak)
+
+    def test_a_pinned_pool_holds_what_it_is_told(self):
+        with forebay.Device() as device, forebay.PinnedPool(device) as pool:
+            with self.assertRaises(forebay.OutOfMemory):
+                pool.prewarm(1 << 16, 1 << 62)
+            pool.prewarm(1 << 20)
+            held = pool.number("held_bytes")
+            self.assertGreaterEqual(held, 1 << 20)
+            self.assertEqual(pool.trim(), held)
+
     @unittest.skipUnless(os.path.exists(os.environ.get("FOREBAY_COMMAND", "")), "FOREBAY_COMMAND names no program")
     def test_a_snapshot_is_explained(self):
         with tempfile.TemporaryDirectory() as directory, forebay.Device() as device, forebay.Arena(device) as arena:
@@ -96,6 +240,88 @@ class Memory(unittest.TestCase):
         device.close()
         with self.assertRaisesRegex(forebay.InvalidArgument, "null"):
             device.report()
+
+
+class Streams(unittest.TestCase):
+    """Work behind a gate: a function on a stream that ends when the test says so."""
+
+    def setUp(self):
+        self.device = forebay.Device("host", device_memory=1 << 28)
+        self.arena, self.pool = forebay.Arena(self.device), forebay.PinnedPool(self.device)
+        self.gate, self.stream, self.other = threading.Event(), self.device.stream_create(), self.device.stream_create()
+        self.wait_for_gate = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: self.gate.wait() and None)
+        function = ctypes.cast(self.wait_for_gate, ctypes.c_void_p)
+        _library.library().stream_call(self.device, self.stream, function, None)
+
+    def tearDown(self):
+        self.gate.set()
+        for stream in (self.stream, self.other):
+            self.device.synchronize(stream)
+            self.device.stream_destroy(stream)
+        for handle in (self.pool, self.arena, self.device):
+            handle.close()
+
+    def test_copies_and_fills_wait_for_the_work_before_them(self):
+        class Numbered:
+            cuda_stream = self.stream
+
+        class Versioned:
+            def __cuda_stream__(self, stream=self.stream):
+                return 0, stream
+
+        block = self.arena.allocate(1024)
+        memory = (ctypes.c_ubyte * 1024).from_address(block)
+        memory[:] = [1] * 1024
+        self.device.fill(block, 7, 256, Numbered())
+        self.device.fill(block + 256, 7, 256, Versioned())
+        self.device.copy(block + 512, block, 512, self.stream)
+        self.device.synchronize()
+        self.assertEqual(memory[:], [1] * 1024)
+        self.gate.set()
+        self.device.synchronize(self.stream)
+        self.assertEqual(memory[:], [7] * 1024)
+
+    def test_a_stream_waits_for_another(self):
+        block = self.arena.allocate(512)
+        self.device.fill(block, 1, 512, self.stream)
+        self.device.wait(self.other, self.stream)
+        self.device.fill(block, 2, 512, self.other)
+        self.device.synchronize()
+        self.gate.set()
+        self.device.synchronize(self.other)
+        self.assertEqual(ctypes.string_at(block, 512), bytes([2] * 512))
+        self.device.synchronize(self.stream)
+        self.assertEqual(ctypes.string_at(block, 512), bytes([2] * 512))
+
+    def test_memory_waits_for_the_last_use_on_a_stream(self):
+        freed, recorded, pinned = self.arena.allocate(512), self.arena.allocate(512), self.pool.allocate(4096)
+        self.arena.free(freed, self.stream)
+        self.arena.record_stream(recorded, self.stream)
+        self.arena.free(recorded)
+        self.pool.free(pinned, self.stream)
+        blocks = {self.arena.allocate(512) for _ in range(3)}
+        self.assertFalse(blocks & {freed, recorded})
+        again = self.pool.allocate(4096)
+        self.assertNotEqual(again, pinned)
+        self.pool.free(again)
+        self.assertEqual(self.pool.allocate(4096), again)
+
+    def test_something_else_is_no_stream(self):
+        with self.assertRaisesRegex(forebay.InvalidArgument, "stream is str; give 0, an address"):
+            self.device.synchronize("0")
+
+
+class Handles(unittest.TestCase):
+    def test_the_garbage_collector_gives_them_back_once(self):
+        library = _library.library()
+        with mock.patch.object(library, "options_destroy", wraps=library.options_destroy) as destroy:
+            options = forebay.Options()
+            del options
+            self.assertEqual(destroy.call_count, 1)
+            options = forebay.Options()
+            options.close()
+            del options
+            self.assertEqual(destroy.call_count, 2)
 
 
 def train(rank, group, stage, offload, seen, steps=3):
@@ -206,7 +432,179 @@ class Engines(unittest.TestCase):
                 engine.load(os.path.join(directory, "nothing"))
 
 
+class One:
+    """An engine on one rank, with units of one parameter each."""
+
+    def __init__(self, counts=(8, 4), groups=(0, 0), **options):
+        self.device, self.group = forebay.Device(), forebay.LocalGroup(1)
+        self.ranks = self.group.communicator(0, self.device)
+        self.engine = forebay.Engine(self.device, self.ranks, **options)
+        self.counts = counts
+        for unit, count in enumerate(counts):
+            self.engine.add_parameter(self.engine.add_unit(f"unit {unit}"), f"weight {unit}", count, groups[unit])
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        for handle in (self.engine, self.ranks, self.group, self.device):
+            handle.close()
+
+    def set(self, unit, values, first=0):
+        given = array.array("f", values)
+        self.engine.set(unit, 0, "fp32", given.buffer_info()[0], len(given), first)
+
+    def get(self, unit, count=None, first=0):
+        got = array.array("f", [0] * (self.counts[unit] if count is None else count))
+        self.engine.get(unit, 0, "fp32", got.buffer_info()[0], len(got), first)
+        return list(got)
+
+    def micro_step(self, index):
+        """Each gradient has one more in each element. Whether the addresses had values already."""
+        adding = []
+        self.engine.micro_step_begin(index)
+        for unit in range(len(self.counts)):
+            self.engine.acquire(unit)
+            self.engine.release(unit)
+        for unit in reversed(range(len(self.counts))):
+            self.engine.acquire(unit, backward=True)
+            address, adds = self.engine.gradient(unit, 0)
+            gradient = (ctypes.c_float * self.counts[unit]).from_address(address)
+            gradient[:] = [1.0 + (g if adds else 0.0) for g in gradient]
+            adding.append(adds)
+            self.engine.release(unit)
+        return adding
+
+    def step(self, micro_steps=1):
+        self.engine.step_begin()
+        for index in range(micro_steps):
+            self.micro_step(index)
+        return self.engine.step()
+
+
+class Steps(unittest.TestCase):
+    def test_elements_are_set_and_read_where_they_belong(self):
+        with One() as one:
+            one.engine.commit()
+            one.set(0, range(8))
+            one.set(0, [70, 80], first=5)
+            self.assertEqual(one.get(0), [0, 1, 2, 3, 4, 70, 80, 7])
+            self.assertEqual(one.get(0, 3, first=4), [4, 70, 80])
+
+    def test_parameter_groups_have_their_own_values(self):
+        with One(groups=(0, 1)) as one:
+            one.engine.commit()
+            one.engine.hyperparameter("lr", 0.5, 1)
+            one.engine.hyperparameter("lr", 0.0, 0)
+            one.engine.hyperparameter("gradient-factor", 3.0)
+            result = one.step()
+            self.assertAlmostEqual(result.grad_norm, 3.0 * 12**0.5, places=5)
+            self.assertEqual(one.get(0), [0.0] * 8)
+            self.assertLess(max(one.get(1)), -0.4)
+
+    def test_a_gradient_says_whether_it_has_a_value(self):
+        with One(micro_steps=2, accumulate="local") as one:
+            one.engine.commit()
+            one.engine.step_begin()
+            self.assertEqual(one.micro_step(0), [False, False])
+            self.assertEqual(one.micro_step(1), [True, True])
+            one.engine.step()
+
+    def test_a_tie_is_the_parameter_of_the_other_unit(self):
+        with One() as one:
+            one.engine.add_parameter(0, "second", 3)
+            tied = one.engine.tie(1, 0, 1)
+            one.engine.commit()
+            self.assertEqual(tied, 1)
+            self.assertEqual(one.engine.address(1, tied), one.engine.address(0, 1))
+
+    def test_a_part_that_a_tensor_does_not_have_is_refused(self):
+        with One(counts=(6,)) as one:
+            with self.assertRaises(forebay.InvalidArgument):
+                one.engine.declare_split(0, 0, (4, 3), 0, 2, 2)
+            one.engine.declare_split(0, 0, (4, 3), 0, 1, 2)
+
+    def test_evaluations_end_and_steps_are_given_up(self):
+        with One(micro_steps=2, order_of_units="recorded") as one:
+            one.engine.commit()
+            one.engine.evaluation_begin()
+            one.engine.acquire(0)
+            one.engine.release(0)
+            one.engine.evaluation_end()
+            one.engine.step_begin()
+            one.micro_step(0)
+            with self.assertRaises(forebay.InvalidArgument):
+                one.engine.abandon(-1)
+            one.engine.abandon()
+            one.step(2)
+
+    def test_the_average_is_exchanged_with_the_weights(self):
+        with One(ema=0.5) as one:
+            one.engine.commit()
+            one.engine.hyperparameter("lr", 0.5, 0)
+            one.step()
+            weights = one.get(0)
+            one.engine.swap_average()
+            self.assertNotEqual(one.get(0), weights)
+            one.engine.swap_average()
+            self.assertEqual(one.get(0), weights)
+
+    def test_a_directory_that_cannot_be_locked_is_refused(self):
+        with One() as one, tempfile.NamedTemporaryFile() as file:
+            one.engine.commit()
+            with self.assertRaises(forebay.Error):
+                one.engine.lock(file.name)
+
+    def test_as_many_states_are_kept_as_it_is_told(self):
+        with One(save_async=True) as one, tempfile.TemporaryDirectory() as directory:
+            one.engine.commit()
+            for state in (b"one", b"two", b"three"):
+                one.step()
+                one.engine.save_begin(directory, state, keep=2)
+                one.engine.save_end()
+                self.assertEqual(one.engine.load(directory), state)
+            self.assertEqual(len([name for name in os.listdir(directory) if name.startswith("step")]), 2)
+
+    def test_states_are_spilled_and_fetched(self):
+        with One(spillable=True) as one:
+            one.engine.commit()
+            one.set(0, range(8))
+            with self.assertRaisesRegex(forebay.InvalidArgument, "flags is 16"):
+                one.engine.spill(16)
+            one.engine.spill()
+            with self.assertRaises(forebay.InvalidArgument):
+                one.engine.step_begin()
+            one.engine.fetch()
+            self.assertEqual(one.get(0), list(range(8)))
+            one.step()
+
+
 class Activations(unittest.TestCase):
+    def test_a_saved_one_is_dropped_or_loaded_once(self):
+        with forebay.LocalGroup(1) as group, forebay.Device() as device, forebay.Arena(device) as arena:
+            with forebay.Checkpointer(device, group.communicator(0, device)) as checkpointer:
+                checkpointer.declare(0, 0, 4096, activation_state_bytes=16)
+                size = checkpointer.number("plan.device_bytes")
+                region, source = arena.allocate(size), arena.allocate(4096)
+                checkpointer.commit(region)
+
+                def save():
+                    checkpointer.save(0, 0, 0, source, 4096, record=b"a\0seed")
+
+                def end():
+                    address, _, record = checkpointer.load(0, 0, 0)
+                    self.assertIn(address - region, range(size))
+                    self.assertEqual(record, b"a\0seed")
+                    checkpointer.load_end(0, 0, 0)
+
+                for drop in (lambda: checkpointer.discard(0, 0, 0), checkpointer.discard_all, end):
+                    save()
+                    with self.assertRaises(forebay.InvalidArgument):
+                        save()
+                    drop()
+                save()
+                end()
+
     def test_a_checkpointer_returns_them_with_their_record(self):
         with forebay.LocalGroup(1) as group, forebay.Device() as device, forebay.Arena(device) as arena:
             ranks = group.communicator(0, device)
@@ -225,7 +623,52 @@ class Activations(unittest.TestCase):
                 checkpointer.check()
 
 
+class Machine(unittest.TestCase):
+    def test_without_a_driver_there_is_no_device(self):
+        with mock.patch.object(core, "report", side_effect=forebay.Unavailable("no driver")):
+            self.assertEqual(forebay.devices(), [])
+
+    def test_a_command_is_asked_in_its_own_words(self):
+        echo = [sys.executable, "-c", "import sys; print(sys.argv[1:])"]
+        self.assertEqual(forebay.explain(pathlib.Path("a snapshot"), command=echo).strip(), "['explain', 'a snapshot']")
+        with self.assertRaisesRegex(forebay.Unavailable, "^/no/such/program cannot be started"):
+            forebay.explain("a snapshot", command=["/no/such/program"])
+        with self.assertRaisesRegex(forebay.Error, "explain ended with 3"):
+            forebay.explain("a snapshot", command=[sys.executable, "-c", "import sys; print('out'); sys.exit(3)"])
+
+    def test_the_variable_comes_before_the_wheels_file(self):
+        with mock.patch.object(pathlib.Path, "exists", return_value=True):
+            with mock.patch.dict("os.environ", {"FOREBAY_COMMAND": "/a/program"}):
+                self.assertEqual(_library.command(), "/a/program")
+            with mock.patch.dict("os.environ"):
+                os.environ.pop("FOREBAY_COMMAND", None)
+                self.assertEqual(_library.command(), str(pathlib.Path(_library.__file__).with_name("lib") / "forebay"))
+
+    def test_a_library_of_another_abi_or_of_fewer_functions_is_refused(self):
+        path = _library.library().path
+        with mock.patch.object(_library, "ABI", 2), self.assertRaisesRegex(forebay.Unavailable, "has ABI 1, and .* 2"):
+            _library.Library(path)
+        more = {**_library.FUNCTIONS, "of_tomorrow": "h"}
+        with mock.patch.object(_library, "FUNCTIONS", more):
+            with self.assertRaisesRegex(forebay.Unavailable, "forebay_of_tomorrow"):
+                _library.Library(path)
+
+    def test_advice_is_added_where_it_belongs(self):
+        with mock.patch.dict(_library.ADVICE, {"did you mean stage": "Look it up", "of something else": "No"}):
+            with self.assertRaisesRegex(forebay.InvalidArgument, "did you mean stage.*[.] Look it up$"):
+                forebay.Options(stag=3)
+
+
 class Plans(unittest.TestCase):
+    def test_the_summary_says_what_a_whole_model_takes(self):
+        for dtype, optimizer, size in (("fp32", "adamw", 16), ("bf16", "adamw", 16), ("bf16", "sgd", 12)):
+            engine = forebay.Engine(size=8, dtype=dtype, optimizer=optimizer)
+            unit = engine.add_unit("unit")
+            engine.add_parameter(unit, "trained", 3 << 20)
+            engine.add_parameter(unit, "frozen", 1 << 20, flags=core.FROZEN)
+            frozen = 4 if dtype == "fp32" else 2
+            self.assertRegex(str(engine.report()), f"\n  without sharding +{3 * size + frozen:.1f}\n")
+
     def test_a_config_is_planned_without_a_device(self):
         whole = forebay.plan(GPT2, ranks=8, stage=0)
         parts = forebay.plan(GPT2, ranks=8, stage=3, dtype="bf16")
@@ -237,11 +680,36 @@ class Plans(unittest.TestCase):
             path = os.path.join(directory, "config.json")
             with open(path, "w", encoding="utf-8") as file:
                 json.dump(GPT2, file)
-            self.assertEqual(forebay.plan(directory, ranks=2), forebay.plan(path, ranks=2))
+            expected = forebay.plan(path, ranks=2)
+            self.assertEqual(forebay.plan(directory, ranks=2), expected)
+        made = mock.Mock(spec=["to_dict"], to_dict=lambda: GPT2)
+        for config in (GPT2, made, "\n " + json.dumps(GPT2)):
+            self.assertEqual(forebay.plan(config, ranks=2), expected)
 
 
 @unittest.skipUnless(os.path.exists(os.environ.get("FOREBAY_COMMAND", "")), "FOREBAY_COMMAND names no program")
 class Simulations(unittest.TestCase):
+    def test_the_summary_has_each_figure_in_its_unit(self):
+        simulation = core.Simulation(
+            ranks=3, cluster="a cluster", device="a device", step_seconds=1.25, tokens_per_second=4096,
+            model_flops_utilisation=0.421, bottleneck="compute",
+            memory={"reserved": 3 << 29, "device": 5 << 30, "host": 7 << 30, "files": 9 << 30},
+            changes=[{"change": "slower links", "step_seconds": 1.2}, {"change": "faster links", "step_seconds": 0.9}])
+        self.assertEqual(str(simulation).splitlines(), [
+            "3 ranks of a cluster, a device, simulated",
+            "  step                      1.25 s",
+            "  tokens/s                  4096",
+            "  model FLOPs utilisation   42.1 %",
+            "  most time                 compute",
+            "  device memory, GiB        1.50 of 5.00",
+            "  pinned host memory, GiB   7.00",
+            "  files, GiB                9.00",
+            "  would help                faster links: 0.9 s"])
+
+    def test_a_model_without_a_config_is_refused(self):
+        with self.assertRaisesRegex(forebay.InvalidArgument, "without a config"):
+            forebay.simulate(mock.Mock(spec=["named_parameters"]))
+
     def test_a_step_on_another_cluster(self):
         fast = forebay.simulate(GPT2, ranks=8, stage=3, batch=4, no_changes=True)
         slow = forebay.simulate(GPT2, ranks=8, stage=3, batch=4, recompute="block", no_changes=True)
@@ -250,7 +718,8 @@ class Simulations(unittest.TestCase):
         self.assertRegex(str(fast), r"^8 ranks of dgx-h100, .*\n  step +[0-9.]+ s\n")
         with tempfile.TemporaryDirectory() as directory:
             step = os.path.join(directory, "step.json")
-            with_changes = forebay.simulate(GPT2, cluster="dgx-2", stage=2, offload="optimizer", timeline=step)
+            with_changes = forebay.simulate(GPT2, cluster="dgx-2", stage=2, offload="optimizer", timeline=step,
+                                           no_changes=False)
             self.assertGreater(os.path.getsize(step), 0)
         self.assertGreater(with_changes["memory"]["host"], 0)
         self.assertRegex(str(with_changes), "pinned host memory, GiB.*\n  would help")
