@@ -54,7 +54,7 @@ class TableOfFunctions(unittest.TestCase):
 
     def test_codes_and_flags_are_those_of_the_header(self):
         text = HEADER.read_text(encoding="utf-8")
-        numbers = {name: int(value) for name, value in re.findall(r"#define FOREBAY_(\w+) (\d+)\b", text)}
+        numbers = {name: int(value) for name, value in re.findall(r"#define FOREBAY_(\w+) \(?(-?\d+)\b", text)}
         self.assertEqual(_library.ABI, numbers["ABI"])
         for name, kind in (("INVALID_ARGUMENT", forebay.InvalidArgument), ("OUT_OF_MEMORY", forebay.OutOfMemory),
                            ("UNSUPPORTED", forebay.Unsupported), ("UNAVAILABLE", forebay.Unavailable),
@@ -62,7 +62,8 @@ class TableOfFunctions(unittest.TestCase):
                            ("PEER_LOST", forebay.PeerLost), ("CORRUPTION", forebay.Corruption),
                            ("INTERNAL", forebay.Internal)):
             self.assertEqual(numbers[name], kind.code, name)
-        for name in ("PERSISTENT", "FIXED", "PAUSABLE", "BACKWARD_READS_NOTHING", "FROZEN", "REPLICATED", "OPTIONAL"):
+        for name in ("PERSISTENT", "FIXED", "PAUSABLE", "BACKWARD_READS_NOTHING", "FROZEN", "REPLICATED", "OPTIONAL",
+                     "ELEMENTWISE", "WHOLE_STEP"):
             self.assertEqual(numbers[name], getattr(core, name), name)
         self.assertEqual({"fp32": numbers["FP32"], "bf16": numbers["BF16"], "fp16": numbers["FP16"]}, core.DTYPES)
 
