@@ -1,5 +1,6 @@
 // Any fault over NCCL, on any rank: all ranks end in time, with the same first failure, and
 // nothing is left of any of them.
+#include <barrier>
 #include <latch>
 #include <span>
 
@@ -370,6 +371,87 @@ TEST(NcclFaultAlone, NothingIsVotedForAfterDifferentOperations) {
   });
 
   EXPECT_EQ(outcome.cause().code(), StatusCode::kInvalidArgument) << outcome.cause().to_string();
+}
+
+// Fingerprints travel through a ring of batches. An operation that has not run does not have those of its
+// batch's last use.
+TEST(NcclFaultAlone, AVoteDoesNotReadFingerprintsOfEarlierOperations) {
+  constexpr int kRing = internal::kNcclInFlightMax / static_cast<int>(internal::kNcclBatch);
+  struct Vote {
+    Communicator& communicator;
+    std::latch gate{1};
+    Status taken{};
+  };
+  const Outcome outcome = run(3, kLongDeadline, gpus_with({}), [](Member& member, int) {
+    std::byte* const source = member.allocate(64);
+    std::byte* const target = member.allocate(3 * 64);
+    const auto decide = [&] {
+      return member.communicator().all_gather(
+          {.source = source, .target = target, .target_stride_bytes = 64, .bytes = 64, .decides = true},
+          member.stream());
+    };
+    for (int i = 0; i < kRing; ++i) FOREBAY_RETURN_IF_ERROR(decide());
+    FOREBAY_RETURN_IF_ERROR(member.finish());
+    Vote vote{member.communicator()};
+    const Status queued = member.backend().call_host(
+        member.stream(),
+        [](void* argument) {
+          auto& given = *static_cast<Vote*>(argument);
+          given.gate.wait();
+          given.taken = given.communicator.vote(1, std::as_bytes(std::span("one", 3)));
+        },
+        &vote);
+    const Status later = decide();
+    vote.gate.count_down();
+    FOREBAY_RETURN_IF_ERROR(queued);
+    FOREBAY_RETURN_IF_ERROR(later);
+    FOREBAY_RETURN_IF_ERROR(member.finish());
+    return vote.taken;
+  });
+
+  EXPECT_TRUE(outcome.all_ok()) << outcome.cause().to_string();
+}
+
+// Messages have a slot each, and operations that carry fingerprints a batch each.
+TEST(NcclFaultAlone, NoMoreOperationsAreInFlightThanHaveRoom) {
+  constexpr int kBatches = internal::kNcclInFlightMax / static_cast<int>(internal::kNcclBatch);
+  for (const bool is_message : {true, false}) {
+    std::barrier full(2);
+    const Outcome outcome = run(2, 2s, gpus_with({}), [&](Member& member, int rank) {
+      std::byte* const memory = member.allocate(3 * 64);
+      std::latch gate(1);
+      const Status queued = member.backend().call_host(
+          member.stream(), [](void* argument) { static_cast<std::latch*>(argument)->wait(); }, &gate);
+      const auto operate = [&] {
+        Communicator& communicator = member.communicator();
+        if (is_message) {
+          return rank == 0 ? communicator.send(memory, 64, 1, 7, member.stream())
+                           : communicator.recv(memory, 64, 0, 7, member.stream());
+        }
+        return communicator.all_gather({.source = memory,
+                                        .target = memory + 64,
+                                        .target_stride_bytes = 64,
+                                        .bytes = 64,
+                                        .decides = true},
+                                       member.stream());
+      };
+      for (int i = 0; i < (is_message ? internal::kNcclInFlightMax : kBatches); ++i) {
+        const Status status = operate();
+        EXPECT_TRUE(status.ok()) << i << ": " << status.to_string();
+      }
+      full.arrive_and_wait();
+      const Status beyond = operate();
+      gate.count_down();
+      static_cast<void>(member.finish());
+      EXPECT_TRUE(queued.ok());
+      return beyond;
+    });
+
+    EXPECT_EQ(outcome.cause().code(), StatusCode::kTimeout);
+    EXPECT_NE(outcome.cause().message().find("none of the 64 before it was done within 2000 ms"),
+              std::string::npos)
+        << outcome.cause().to_string();
+  }
 }
 
 TEST(NcclFaultAlone, AllQueuedOperationsOfAFailedRankEnd) {

@@ -215,5 +215,50 @@ TEST(NcclOptions, TheFastOrderIsNcclsOwnSumWhereItIsExactEnough) {
   EXPECT_GT(differences.load(), 0);
 }
 
+// NCCL takes slices that lie side by side, and would round sums of narrow types.
+TEST(NcclOptions, TheFastOrderIsTheRanksOwnWhereNcclsIsAnother) {
+  constexpr std::size_t kCount = 96;
+  constexpr std::size_t kColumns = 2 * kCount;
+  constexpr int kRanks = 3;
+  Trainers trainers(kRanks);
+  on_ranks(kRanks, [&](int rank) {
+    Member member(trainers.create_backend(rank));
+    auto joined = trainers.join(member, rank, {.deadline = kDeadline, .order = NcclOrder::kFast});
+    ASSERT_TRUE(joined.ok()) << joined.status().to_string();
+    // Values that every type has.
+    const auto value = [](int of, std::size_t i) { return static_cast<float>((of + 1) * (i % 7)); };
+    std::vector<float> wide(kColumns * kRanks);
+    std::vector<std::uint16_t> narrow(kColumns * kRanks);
+    for (std::size_t i = 0; i < wide.size(); ++i) {
+      wide[i] = value(rank, i);
+      narrow[i] = static_cast<std::uint16_t>(float_bits(wide[i]) >> 16);
+    }
+    std::byte* const sources[] = {reinterpret_cast<std::byte*>(member.allocate_copy(wide)),
+                                  reinterpret_cast<std::byte*>(member.allocate_copy(narrow))};
+    std::byte* const receive = member.allocate(wide.size() * sizeof(float));
+    float* const target = member.allocate<float>(kCount);
+    for (const DataType type : {DataType::kFloat32, DataType::kBfloat16}) {
+      const bool is_wide = type == DataType::kFloat32;
+      const Status queued =
+          joined.value()->reduce_scatter({.source = sources[is_wide ? 0 : 1],
+                                          .source_stride_bytes = kColumns * element_bytes(type),
+                                          .count = kCount,
+                                          .type = type,
+                                          .receive = receive,
+                                          .target = target,
+                                          .first = true},
+                                         member.stream());
+      ASSERT_TRUE(queued.ok()) << queued.to_string();
+      ASSERT_TRUE(member.backend().stream_synchronize(member.stream()).ok());
+      ASSERT_TRUE(joined.value()->status().ok());
+      const std::vector<float> sums = member.read(target, kCount);
+      for (std::size_t i = 0; i < kCount; ++i) {
+        const std::size_t index = static_cast<std::size_t>(rank) * kColumns + i;
+        EXPECT_EQ(sums[i], value(0, index) + value(1, index) + value(2, index)) << i;
+      }
+    }
+  });
+}
+
 }  // namespace
 }  // namespace forebay::testing
