@@ -107,6 +107,17 @@ TEST(CudaTraining, RanksTakeTheGpusInTurn) {
   EXPECT_EQ(on_second.digest, in_turn.digest);
 }
 
+TEST(CudaTraining, OnlyRanksOnSeveralGpusNeedPeers) {
+  fake_cuda::FakeOptions options = gpus(3);
+  options.peers = false;
+  const FakeGpu gpu(options);
+  const Words two = kSmall + Words{"--ranks", "2"};
+
+  EXPECT_EQ(train(kSmall + kOnGpu).device.substr(0, 6), "cuda:0");
+  EXPECT_EQ(train(two + Words{"--device", "cuda:1"}).device.substr(0, 6), "cuda:1");
+  EXPECT_NE(error_of(two + kOnGpu).find("cuda:1 cannot reach the memory of cuda:0"), std::string::npos);
+}
+
 // The program, as a user starts it.
 class CudaCommand : public ::testing::Test {
  protected:

@@ -8,10 +8,13 @@
 #include <nlohmann/json.hpp>
 #include <string>
 
+#include "forebay/host_backend.h"
+#include "forebay/local_communicator.h"
 #include "tests/end_to_end/parallel_run.h"
 #include "tests/support/fake_gpu.h"
 #include "tests/support/fake_nccl_library.h"
 #include "tests/support/process.h"
+#include "trainer/rank_setup.h"
 
 namespace forebay::testing {
 namespace {
@@ -81,6 +84,64 @@ TEST(NcclTraining, GivesTheBitsOfTheHostWhereRanksAreStagesOfAPipeline) {
   expect_the_bits_of_the_host({"--pipeline-parallel", "3", "--stage", "1"}, 3, model);
   expect_the_bits_of_the_host(
       {"--pipeline-parallel", "2", "--stage", "3", "--dtype", "bf16", "--recompute", "block"}, 4, model);
+}
+
+// A rank of two hosts with two GPUs each, and rank 0 as a peer that hears of its failure.
+class RankOverNccl : public ::testing::Test {
+ protected:
+  RankOverNccl()
+      : gpu_(gpus(2)),
+        group_(LocalGroup::create(4)),
+        backend_(value_or_throw(HostBackend::create({}))),
+        kernels_(value_or_throw(Kernels::create(*backend_, {}))),
+        peer_(value_or_throw(group_->communicator(0, *backend_, *kernels_))) {
+    options_ = gpt::resolve_options(
+        gpt::parse_command(kSmall + kAsProcesses + Words{"--ranks", "1"}).options.value());
+  }
+
+  gpt::Rank open() {
+    return gpt::open_rank(options_, place_, [this](Backend& backend, Kernels& kernels) {
+      return group_->communicator(place_.rank, backend, kernels);
+    });
+  }
+  const FakeGpu gpu_;
+  const FakeNcclLibrary nccl_;
+  const std::shared_ptr<LocalGroup> group_;
+  const std::unique_ptr<Backend> backend_;
+  const std::unique_ptr<Kernels> kernels_;
+  const std::unique_ptr<Communicator> peer_;
+  gpt::TrainerOptions options_;
+  LaunchEnvironment place_{.launcher = "torchrun", .rank = 2, .size = 4, .local_rank = 1, .local_size = 2};
+};
+
+TEST_F(RankOverNccl, TakesTheGpuOfItsPlaceOnItsHost) {
+  options_.room_bytes = std::size_t{1} << 20;
+  const gpt::Rank rank = open();
+  EXPECT_EQ(rank.ordinal, 1);
+  place_.rank = 1;
+  options_.room_bytes = std::size_t{3} << 20;
+  place_.local_rank = 0;
+  const gpt::Rank other = open();
+  EXPECT_EQ(other.ordinal, 0);
+  EXPECT_EQ(rank.backend->capabilities().memory_bytes - other.backend->capabilities().memory_bytes,
+            std::size_t{2} << 20);
+}
+
+TEST_F(RankOverNccl, WithoutAGpuOfItsOwnItTellsAllRanks) {
+  place_.local_size = 3;
+  EXPECT_THROW(open(), Error);
+  EXPECT_EQ(peer_->status().code(), StatusCode::kInvalidArgument);
+  EXPECT_EQ(peer_->status().message().find("rank 2: --device cuda: "), 0u) << peer_->status().message();
+}
+
+TEST_F(RankOverNccl, OnlyALauncherMayHaveChosenTheGpus) {
+  place_.local_size = 3;
+  ::setenv("NCCL_HOSTID", "two", 1);
+  EXPECT_EQ(open().ordinal, 1);
+  place_.launcher.clear();
+  place_.rank = 3;
+  EXPECT_THROW(open(), Error);
+  ::unsetenv("NCCL_HOSTID");
 }
 
 // The program, as a user starts it.
