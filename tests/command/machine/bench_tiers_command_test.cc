@@ -70,7 +70,7 @@ class LaunchedBench {
   explicit LaunchedBench(int ranks, int host_ranks = 0) : ranks_(ranks), host_ranks_(host_ranks) {
     std::filesystem::create_directory(store());
     std::filesystem::permissions(store(), std::filesystem::perms::owner_all);
-    for (int host = 0; host_ranks > 0 && host < ranks / host_ranks; ++host)
+    for (int host = 0; host_ranks > 0 && host * host_ranks < ranks; ++host)
       std::ofstream(boot(host)) << "00000000-0000-4000-8000-00000000000" << host << "\n";
     for (const int hidden : {64, 128}) {
       const Json training{{"layers", 2}, {"hidden", hidden}, {"heads", 4}, {"sequence", 64}, {"batch", 4}};
@@ -128,8 +128,30 @@ TEST(BenchTiersCommand, RanksOfALauncherMeasureTheirLink) {
   const Json machine = launched.description();
   EXPECT_EQ(machine.at("host_ranks"), 3);
   ASSERT_EQ(machine.at("links").size(), 1u);
+  EXPECT_EQ(machine.at("links")[0].at("name"), "shm");
   EXPECT_FALSE(machine.at("links")[0].contains("ranks"));
   expect_rate(machine.at("links")[0].at("bytes_per_second"), "value");
+
+  std::vector<std::string> over_tcp = launched.arguments();
+  over_tcp.insert(over_tcp.end(), {"--link", "tcp"});
+  for (const Finished& one : launched.start(over_tcp)) ASSERT_EQ(one.exit_code, 0) << one.output;
+  EXPECT_EQ(launched.description().at("links")[0].at("name"), "tcp");
+}
+
+TEST(BenchTiersCommand, RanksOfThisHostMeasureTheirLinkAndLeaveNothing) {
+  const LaunchedBench alone(1);
+  for (const char* link : {"shm", "tcp"}) {
+    const TemporaryDirectory temporary;
+    std::vector<std::string> arguments = alone.arguments();
+    arguments.insert(arguments.end(), {"--ranks", "3", "--link", link});
+
+    const Finished finished = bench(arguments, {{"TMPDIR", temporary.path()}});
+
+    ASSERT_EQ(finished.exit_code, 0) << finished.output;
+    EXPECT_EQ(alone.description().at("host_ranks"), 3);
+    EXPECT_EQ(alone.description().at("links")[0].at("name"), link);
+    EXPECT_TRUE(std::filesystem::is_empty(temporary.path()));
+  }
 }
 
 TEST(BenchTiersCommand, RanksOnTwoHostsMeasureBothLinks) {
@@ -151,6 +173,12 @@ TEST(BenchTiersCommand, RanksOnTwoHostsMeasureBothLinks) {
                                           "--heads", "4", "--sequence", "64", "--vocabulary", "256",
                                           "--dtype", "fp32", "--cluster", launched.saved(), "--ranks", "6"});
   EXPECT_EQ(simulated.exit_code, 0) << simulated.output;
+
+  const LaunchedBench uneven(3, 2);
+  for (const Finished& one : uneven.start(uneven.arguments())) {
+    EXPECT_NE(one.exit_code, 0) << one.output;
+    EXPECT_NE(one.output.find("start the same number on each host"), std::string::npos) << one.output;
+  }
 }
 
 TEST(BenchTiersCommand, RanksOfALauncherEndIfTheFirstRefuses) {
