@@ -474,32 +474,36 @@ TEST_P(CommunicatorConformance, SplitOrdersByKeyThenRankAndKeepsGroupsApart) {
 
 TEST_P(CommunicatorConformance, AGroupAndThoseSplitFromItFailTogether) {
   if (size() == 1) GTEST_SKIP() << kNeedsTwo;
-  for (const bool in_part : {true, false}) {
+  // Where it fails, and on which rank: rank 0 is in none of the groups in which others wait.
+  for (const auto& [in_part, failing] :
+       {std::pair(true, size() - 1), std::pair(false, size() - 1), std::pair(false, 0)}) {
     std::barrier together(size());
-    expect_one_cause(StatusCode::kIoError, {"the disk is full"}, [&](Member& member, int rank) {
-      // Two parts, of which the first has one rank, and a part of a part.
-      std::unique_ptr<Communicator> part =
-          value_or_throw(member.communicator().split(rank == 0 ? 0 : 1, rank));
-      std::unique_ptr<Communicator> smaller = value_or_throw(part->split(0, 0));
-      together.arrive_and_wait();
-      const Status full(StatusCode::kIoError, "the disk is full");
-      if (rank == size() - 1) (in_part ? *smaller : member.communicator()).abort(full);
-      // A rank that waits in a split communicator hears of it, whichever failed.
-      std::byte* byte = member.allocate(64);
-      const int peer = (part->rank() + 1) % part->size();
-      if (part->size() > 1 && rank != size() - 1 && !waits_for_peers()) {
-        static_cast<void>(smaller->recv(byte, 1, peer, 1, member.stream()));
-      }
-      const auto begun = std::chrono::steady_clock::now();
-      static_cast<void>(member.backend().stream_synchronize(member.stream()));
-      EXPECT_LT(std::chrono::steady_clock::now() - begun, std::chrono::seconds(10));
-      together.arrive_and_wait();  // Its peers are still there when it hears of it.
-      while (smaller->status().ok() || part->status().ok() || member.communicator().status().ok())
-        std::this_thread::yield();
-      EXPECT_EQ(part->barrier().to_string(), smaller->status().to_string());
-      EXPECT_EQ(part->status().to_string(), member.communicator().status().to_string());
-      return member.communicator().status();
-    });
+    expect_one_cause(
+        StatusCode::kIoError, {"the disk is full"},
+        [&, in_part = in_part, failing = failing](Member& member, int rank) {
+          // Two parts, of which the first has one rank, and a part of a part.
+          std::unique_ptr<Communicator> part =
+              value_or_throw(member.communicator().split(rank == 0 ? 0 : 1, rank));
+          std::unique_ptr<Communicator> smaller = value_or_throw(part->split(0, 0));
+          // A rank that waits in a split communicator hears of it, whichever failed.
+          std::byte* byte = member.allocate(64);
+          const int peer = (part->rank() + 1) % part->size();
+          if (part->size() > 1 && rank != failing && !waits_for_peers()) {
+            static_cast<void>(smaller->recv(byte, 1, peer, 1, member.stream()));
+          }
+          together.arrive_and_wait();
+          const Status full(StatusCode::kIoError, "the disk is full");
+          if (rank == failing) (in_part ? *smaller : member.communicator()).abort(full);
+          const auto begun = std::chrono::steady_clock::now();
+          static_cast<void>(member.backend().stream_synchronize(member.stream()));
+          EXPECT_LT(std::chrono::steady_clock::now() - begun, std::chrono::seconds(10));
+          together.arrive_and_wait();  // Its peers are still there when it hears of it.
+          while (smaller->status().ok() || part->status().ok() || member.communicator().status().ok())
+            std::this_thread::yield();
+          EXPECT_EQ(part->barrier().to_string(), smaller->status().to_string());
+          EXPECT_EQ(part->status().to_string(), member.communicator().status().to_string());
+          return member.communicator().status();
+        });
   }
 }
 

@@ -93,7 +93,7 @@ Status reduce_unlike(Member& member, int rank) {
                                               member.stream());
 }
 
-Status reduce(Member& member) {
+Status reduce(Member& member, bool first = true) {
   const auto ranks = static_cast<std::size_t>(member.communicator().size());
   return member.communicator().reduce_scatter({.source = member.allocate_filled(kBytes * ranks, 0),
                                                .source_stride_bytes = kBytes,
@@ -101,11 +101,15 @@ Status reduce(Member& member) {
                                                .type = DataType::kFloat32,
                                                .receive = member.allocate(kBytes * ranks),
                                                .target = member.allocate<float>(kBytes / sizeof(float)),
-                                               .first = true},
+                                               .first = first},
                                               member.stream());
 }
 
 Status step(Member& member, int) {
+  auto& communicator = dynamic_cast<NcclCommunicator&>(member.communicator());
+  std::byte* const buffer = member.allocate(kBytes);
+  FOREBAY_RETURN_IF_ERROR(communicator.register_buffer(buffer, kBytes));
+  FOREBAY_RETURN_IF_ERROR(communicator.deregister_buffer(buffer));
   FOREBAY_RETURN_IF_ERROR(reduce(member));
   FOREBAY_RETURN_IF_ERROR(gather(member));
   FOREBAY_RETURN_IF_ERROR(member.finish());
@@ -371,6 +375,38 @@ TEST(NcclFaultAlone, NothingIsVotedForAfterDifferentOperations) {
   });
 
   EXPECT_EQ(outcome.cause().code(), StatusCode::kInvalidArgument) << outcome.cause().to_string();
+}
+
+// The driver refuses a call of rank 1: the record of an event before the operation or after it, or the kernel
+// that adds, which comes after that of NCCL.
+TEST(NcclFaultAlone, ARefusalOfTheDriverIsToldToAllRanks) {
+  struct Case {
+    const char* entry;
+    std::uint64_t call;
+    NcclOrder order;
+  };
+  for (const Case& one :
+       {Case{"cuEventRecord", 1, NcclOrder::kRank}, Case{"cuEventRecord", 2, NcclOrder::kRank},
+        Case{"cuLaunchKernel", 2, NcclOrder::kRank}, Case{"cuLaunchKernel", 2, NcclOrder::kFast}}) {
+    SCOPED_TRACE(std::string(one.entry) + " " + std::to_string(one.call));
+    NcclWorldOptions options = gpus_with({});
+    options.order = one.order;
+    std::barrier together(3);
+    const Outcome outcome = run(3, kLongDeadline, options, [&](Member& member, int rank) {
+      together.arrive_and_wait();
+      if (rank == 1) {
+        constexpr int kUnknown = 999;
+        EXPECT_EQ(fake_cuda::FakeCuda::open(FOREBAY_FAKE_LIBCUDA).fail(one.entry, one.call, kUnknown), 0);
+        EXPECT_FALSE(reduce(member, false).ok());
+      }
+      together.arrive_and_wait();
+      const SteadyClock::time_point late = SteadyClock::now() + kPatience;
+      while (member.communicator().status().ok() && SteadyClock::now() < late) std::this_thread::yield();
+      return member.communicator().status();
+    });
+
+    EXPECT_EQ(outcome.cause().message().find("rank 1: "), 0u) << outcome.cause().to_string();
+  }
 }
 
 // Fingerprints travel through a ring of batches. An operation that has not run does not have those of its

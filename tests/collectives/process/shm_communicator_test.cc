@@ -12,6 +12,7 @@
 #include <latch>
 #include <random>
 
+#include "collectives/process/shm_group.h"
 #include "collectives/process/shm_segment.h"
 #include "collectives/rendezvous/meeting.h"
 #include "collectives/rendezvous/store_directory.h"
@@ -547,6 +548,29 @@ TEST(ShmSegment, HasItsMemoryUntilItsEndAndNobodyCutsIt) {
     EXPECT_NE(::ftruncate(segment->descriptor(), 4096), 0);
   }
   EXPECT_EQ(mappings(), before);
+}
+
+// Rank 1 has begun to write the first failure. If it has ended, its place is taken; if it was stopped, it is
+// not waited for.
+TEST(ShmGroup, AFailureThatIsHalfWrittenKeepsNobody) {
+  const internal::ProcessIdentity running = internal::this_process().value();
+  internal::ProcessIdentity ended = running;
+  ended.start_time += 1;
+  const Status cause(StatusCode::kIoError, "the disk is full");
+  for (const bool has_ended : {true, false}) {
+    auto segment = internal::ShmSegment::create(3, "run").value();
+    for (int rank = 0; rank < 3; ++rank)
+      segment->rank(rank).process = rank == 1 && has_ended ? ended : running;
+    internal::ShmFailure& failure = segment->failure();
+    constexpr std::uint32_t kByRank1 = internal::ShmFailure::kWriting + 1;
+    failure.state = kByRank1;
+    const auto group = std::make_shared<internal::ShmGroup>(
+        internal::Membership{.rank = 2, .size = 3, .deadline = 60s}, std::move(segment));
+
+    EXPECT_EQ(group->fail(cause).to_string(), cause.to_string());
+    EXPECT_EQ(group->status().to_string(), cause.to_string());
+    EXPECT_EQ(failure.state, has_ended ? internal::ShmFailure::kThere : kByRank1);
+  }
 }
 
 TEST(ShmBallot, OnlyTheLastVoteBeforeItsCloseCounts) {
