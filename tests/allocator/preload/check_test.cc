@@ -254,21 +254,30 @@ TEST_F(RunCheckTest, ContradictionsAreRefused) {
 
 // The probes leave no files behind.
 TEST_F(RunCheckTest, AnInterruptEndsTheProbesAndLeavesNoFiles) {
-  const TemporaryDirectory directory, other;
-  const std::string pipe = other / "pipe";
-  ASSERT_EQ(::mkfifo(pipe.c_str(), 0600), 0);
-  Process::Variables all = variables("import=hang");
-  all["TMPDIR"] = directory.path();
-  all["FAKE_TORCH_HANGS"] = pipe;
-  Process process({FOREBAY_COMMAND, "run", "--check", "--", kPython}, all);
-  { const std::ifstream opened_when_the_probe_hangs(pipe); }
-  EXPECT_FALSE(std::filesystem::is_empty(directory.path()));
+  for (const char* probe : {"import=hang", "statistics@tensors=hang"}) {
+    const TemporaryDirectory directory, other;
+    const std::string pipe = other / "pipe";
+    ASSERT_EQ(::mkfifo(pipe.c_str(), 0600), 0);
+    Process::Variables all = variables(probe);
+    all["TMPDIR"] = directory.path();
+    all["FAKE_TORCH_HANGS"] = pipe;
+    Process process({FOREBAY_COMMAND, "run", "--check", "--", kPython}, all);
+    { const std::ifstream opened_when_the_probe_hangs(pipe); }
+    EXPECT_FALSE(std::filesystem::is_empty(directory.path()));
 
-  process.signal(SIGINT);
-  const Finished run = process.finish(std::chrono::seconds(30));
+    process.signal(SIGINT);
+    const Finished run = process.finish(std::chrono::seconds(30));
 
-  EXPECT_EQ(run.exit_code, 128 + SIGINT) << run.output;
-  EXPECT_TRUE(std::filesystem::is_empty(directory.path()));
+    EXPECT_EQ(run.exit_code, 128 + SIGINT) << probe << ": " << run.output;
+    EXPECT_TRUE(std::filesystem::is_empty(directory.path()));
+  }
+}
+
+TEST_F(RunCheckTest, ProbesHaveTheLimitOfTheCommand) {
+  const Finished run = check("", {"--memory", "8MiB"});
+
+  EXPECT_NE(answer(run, 1, "allocation").find("OutOfMemoryError"), std::string::npos) << run.output;
+  EXPECT_NE(run.exit_code, 0);
 }
 
 }  // namespace
