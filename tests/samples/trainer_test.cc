@@ -295,7 +295,10 @@ TEST_F(Trainer, FilesAreMeteredWithoutWhatSavingMoves) {
 
   const RankReport saved = run_training(o).ranks[0];
 
-  EXPECT_EQ(saved.file_written_bytes_per_step, undisturbed.file_written_bytes_per_step);
+  for (const RankReport& one : {undisturbed, saved}) {
+    EXPECT_EQ(one.file_written_bytes_per_step, static_cast<double>(one.planned_file_written_bytes_per_step));
+    EXPECT_EQ(one.file_read_bytes_per_step, static_cast<double>(one.planned_file_read_bytes_per_step));
+  }
   EXPECT_GT(saved.file_written_bytes_per_step, 0);
 }
 
