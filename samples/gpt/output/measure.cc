@@ -191,11 +191,6 @@ void StepMeter::pause() {
   sum_.written += now.written - begin_.written;
 }
 
-void StepMeter::forget_file_bytes() {
-  sum_ = {};
-  resume();
-}
-
 double StepMeter::mean_step_ms() const {
   if (step_ms_.empty()) return 0;
   const auto first = step_ms_.begin() + (step_ms_.size() > 1 ? 1 : 0);

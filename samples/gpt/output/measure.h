@@ -19,11 +19,9 @@ class StepMeter {
 
   void begin_step() { step_start_ = Clock::now(); }
   void end_step();
-  // File bytes count between resume() and pause().
+  // File bytes count between resume() and pause(). A second resume() forgets those since the first.
   void resume() { begin_ = file_bytes(); }
   void pause();
-  // Forgets the file bytes so far: those of the first step of several, which fills the engine's buffers.
-  void forget_file_bytes();
 
   std::size_t step_count() const { return step_ms_.size(); }
   // The means leave out the first step of several, which meets cold caches and new pages.

@@ -77,7 +77,8 @@ TrainingReport Trainer::train() {
     report.interrupted = result.stop && steps_done() < options_.steps;
     progress.show(steps_done(), report.loss.back(), result.grad_norm);
     const bool is_last = steps_done() == options_.steps || report.interrupted;
-    if (meter_.step_count() == 1 && !is_last) meter_.forget_file_bytes();
+    // The first step of several fills the engine's buffers.
+    if (meter_.step_count() == 1 && !is_last) meter_.resume();
     if (options_.evaluate_every > 0 && steps_done() % options_.evaluate_every == 0)
       evaluate(report, progress);
     if (options_.save_every > 0 && steps_done() % options_.save_every == 0) {
