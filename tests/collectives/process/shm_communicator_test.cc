@@ -323,7 +323,7 @@ TEST(ShmCommunicator, AMessageInAnotherOrderIsAnErrorThatNamesBoth) {
 
 TEST(ShmCommunicator, TheTimeoutOfAMessageNamesTheOperationsOfBothRanks) {
   std::vector<Status> causes(2);
-  ShmWorld world(2, 300ms);
+  ShmWorld world(2, 2s);
   run_members(world, 2, [&](Member& member, int rank) {
     std::byte* bytes = member.allocate(64 * 3);
     if (rank == 0) {
@@ -342,7 +342,7 @@ TEST(ShmCommunicator, TheTimeoutOfAMessageNamesTheOperationsOfBothRanks) {
 
 TEST(ShmCommunicator, ASendToARankThatNeverReceivesEndsAtTheDeadline) {
   for (const std::size_t bytes : {std::size_t{64}, std::size_t{16} << 20}) {
-    ShmWorld world(2, 300ms);
+    ShmWorld world(2, 2s);
     std::atomic<bool> ended{false};
     run_members(world, 2, [&](Member& member, int rank) {
       if (rank == 0) {
