@@ -348,6 +348,16 @@ TEST_F(Safetensors, ShardsComeBack) {
   }
 }
 
+TEST_F(Safetensors, EachShardHoldsAsMuchAsTheFirst) {
+  const std::string directory = path("model");
+  prepare_model_directory(directory);
+  ModelDirectoryWriter writer(directory, {{"a", {1}}, {"b", {1}}, {"c", {1}}, {"d", {1}}, {"e", {1}}}, 8);
+  for (const float value : {1.0f, 2.0f, 3.0f, 4.0f, 5.0f}) writer.write(std::span(&value, 1));
+  writer.finish();
+  EXPECT_EQ(std::distance(fs::directory_iterator(directory), {}), 4) << "three shards and their index";
+  EXPECT_EQ(WeightFiles(directory).read("d"), std::vector<float>{4});
+}
+
 // Some drives report only at the sync that they lost the bytes.
 TEST_F(Safetensors, AFileThatCannotBeSyncedIsAFailureAndTheOldOneStays) {
   write_raw("old");

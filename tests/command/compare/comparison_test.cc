@@ -401,6 +401,21 @@ just do not fit
 )");
 }
 
+// More than the best settings that are shown, each slower and smaller than the last.
+TEST(ComparisonPrint, TheFrontIsShownWhole) {
+  Comparison comparison;
+  for (int i = 0; i < 9; ++i) {
+    Setting setting = example().settings[1];
+    setting.step_seconds = 1 + i;
+    setting.device_bytes = static_cast<std::uint64_t>(90 - i) << 20;
+    comparison.settings.push_back(setting);
+  }
+  const std::string text = comparison_text(comparison, {.model = "the model"});
+  const std::string front = text.substr(text.find("no setting is both faster and smaller"));
+  for (int i = 0; i < 9; ++i)
+    EXPECT_NE(front.find("step " + std::to_string(1 + i) + ".00"), std::string::npos) << i << "\n" << text;
+}
+
 TEST(ComparisonPrint, WithoutAPriceNoneIsPrintedAndTheOrderIsTheObjectives) {
   EXPECT_EQ(comparison_text(example(), {.model = "the model", .objective = Objective::kMemory}), R"(the model
 8 settings: 3 simulated, 4 do not fit, 9 left out by --limit

@@ -10,6 +10,7 @@
 #include "runtime/command/replay/replay_report.h"
 #include "runtime/command/traces/explanation.h"
 #include "runtime/device/model/script.h"
+#include "tests/allocator/arena/families.h"
 
 namespace forebay {
 namespace {
@@ -76,6 +77,16 @@ TEST(TraceReplay, AnArenaStitchesWhatTheBaselineCannotUse) {
   const auto baseline =
       replay_trace(trace, *device(180_MiB + 12_MiB), ReplayTarget::kBaseline, {.passes = 1}).value();
   EXPECT_FALSE(baseline.completed);
+}
+
+// A job that leaves blocks behind: the first pass wastes memory that the last one does not.
+TEST(TraceReplay, ThePeakOfTheLastPassIsItsOwn) {
+  const AllocationTrace trace = testing::FamilyMaker(testing::Family::kLeaks, 1).make();
+  const auto result =
+      replay_trace(trace, *device(128_GiB), ReplayTarget::kArena, {.passes = 4, .timed = false}).value();
+  EXPECT_TRUE(result.completed) << result.failure;
+  EXPECT_LT(result.last_peak_physical_bytes, result.peak_physical_bytes);
+  EXPECT_GE(result.last_peak_physical_bytes, result.peak_requested_bytes);
 }
 
 TEST(TraceReplay, SaysWhatStoppedIt) {

@@ -1043,6 +1043,30 @@ TEST_F(CheckpointImport, IntegersAmongWeightsAreLeftOut) {
 }
 
 // A word that ends as an optimizer's does, a weight with the end of another's name, and a hyperparameter.
+// More elements than are read at once.
+TEST_F(CheckpointImport, LongTensorsOfSafetensorsAreReadInOrder) {
+  constexpr std::uint64_t kCount = (2u << 20) + 3;
+  const std::string header = R"({"w":{"dtype":"BF16","shape":[)" + std::to_string(kCount) +
+                             R"(],"data_offsets":[0,)" + std::to_string(2 * kCount) + "]}}";
+  const auto bits = [](std::uint64_t i) { return static_cast<std::uint16_t>(i % 16'381); };
+  std::string file(8, '\0');
+  file[0] = static_cast<char>(header.size());
+  file += header;
+  for (std::uint64_t i = 0; i < kCount; ++i) {
+    file += static_cast<char>(bits(i));
+    file += static_cast<char>(bits(i) >> 8);
+  }
+  write(root_ + "/long.safetensors", file);
+
+  std::uint64_t count = 0;
+  std::uint64_t wrong = 0;
+  open_safetensors(root_ + "/long.safetensors")->read(0, SavedField::kMaster, [&](Span<const float> values) {
+    for (const float value : values) wrong += value != bfloat16_to_float(bits(count++));
+  });
+  EXPECT_EQ(count, kCount);
+  EXPECT_EQ(wrong, 0u);
+}
+
 TEST_F(CheckpointImport, NamesAreDividedAtTheirDots) {
   Distributed some;
   for (const Listed& tensor : model_with_moments()) {
