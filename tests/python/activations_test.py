@@ -163,15 +163,25 @@ class SeveralRanks(unittest.TestCase):
             self.assertGreater(one["spilled"], 0)
             self.assertLess(one["host"], 0.75 * alone["host_bytes"])
 
+    def test_each_rank_keeps_activations_that_differ_between_ranks(self):
+        results = support.torchrun(__file__, 3, {"own_batches": True})
+        self.assertEqual(sorted(one["rank"] for one in results), [0, 1, 2])
+        for one in results:
+            expected, _, _ = losses(False, body=lambda *trained: models.train(*trained, rank=one["rank"]))
+            self.assertEqual(one["seen"], expected, one["rank"])
+            self.assertGreater(one["spilled"], 0)
 
-def rank(**options):
+
+def rank(own_batches=False, **options):
     torch.distributed.init_process_group("gloo")
+    mine = torch.distributed.get_rank()
     model = models.make(**options)
     offloaded = forebay.offload_activations(model, group=torch.distributed.group.WORLD, least_bytes=256)
-    seen = models.train(model, plain_adamw(model))
+    seen = models.train(model, plain_adamw(model), rank=mine if own_batches else 0)
     found = offloaded.report()
     offloaded.remove()
-    support.show({"seen": seen, "spilled": found["statistics"]["spilled_bytes"], "host": found["plan"]["host_bytes"]})
+    support.show({"rank": mine, "seen": seen, "spilled": found["statistics"]["spilled_bytes"],
+                  "host": found["plan"]["host_bytes"]})
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
