@@ -501,6 +501,17 @@ class OneRank(unittest.TestCase):
             _, (expected,) = plain()
             self.close(models.train(model, optimizer, steps=3), expected)
 
+    def test_a_model_on_the_meta_device_takes_values_from_a_state(self):
+        with tempfile.TemporaryDirectory() as directory:
+            saved = forebay.shard(models.make(), stage=1)
+            forebay.AdamW(saved)
+            forebay.save(saved, directory)
+            with torch.device("meta"):
+                model = models.GPT()
+            forebay.AdamW(forebay.shard(model, stage=1))
+            forebay.restore(model, directory)
+            self.assertEqual(model(*models.batch(0, 0)).item(), saved(*models.batch(0, 0)).item())
+
     def test_a_directory_with_two_models_is_refused(self):
         with tempfile.TemporaryDirectory() as directory:
             for name in ("model.safetensors", "model_before.safetensors"):
