@@ -350,6 +350,20 @@ class Warnings(unittest.TestCase):
         [text] = self.said(body)
         self.assertRegex(text, "zero_grad.. was not called")
 
+    def test_a_late_zero_grad_is_a_zero_grad(self):
+        model = models.make()
+        optimizer = adamw(sharded(model))
+
+        def body():
+            model(*models.batch(0, 0)).backward()
+            optimizer.step()
+            model(*models.batch(0, 1)).backward()
+            optimizer.zero_grad()  # Plain torch drops the gradients of both passes here.
+            model(*models.batch(0, 2)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        self.assertEqual(self.said(body), [])
+
     def test_the_norm_of_one_gradient(self):
         model = models.make()
         optimizer = adamw(sharded(model))
