@@ -157,27 +157,40 @@ class SeveralRanks(unittest.TestCase):
     def test_slices_of_what_the_tensor_parallel_ranks_share(self):
         expected, _, _ = losses(False, recompute="nonreentrant")
         alone = losses(True, recompute="nonreentrant")[2].report()["plan"]
-        results = support.torchrun(__file__, 2, {"recompute": "nonreentrant"})
+        results = support.torchrun(__file__, 2, {"batches": [0, 0], "recompute": "nonreentrant"})
         for one in results:
             self.assertEqual(one["seen"], expected)
             self.assertGreater(one["spilled"], 0)
             self.assertLess(one["host"], 0.75 * alone["host_bytes"])
 
     def test_each_rank_keeps_activations_that_differ_between_ranks(self):
-        results = support.torchrun(__file__, 3, {"own_batches": True})
+        results = support.torchrun(__file__, 3, {"batches": [0, 1, 2]})
         self.assertEqual(sorted(one["rank"] for one in results), [0, 1, 2])
         for one in results:
             expected, _, _ = losses(False, body=lambda *trained: models.train(*trained, rank=one["rank"]))
             self.assertEqual(one["seen"], expected, one["rank"])
             self.assertGreater(one["spilled"], 0)
 
+    def test_two_tensor_parallel_groups_with_batches_of_their_own(self):
+        batches = [0, 0, 1, 1]
+        alone = losses(True)[2].report()["plan"]
+        results = support.torchrun(__file__, 4, {"batches": batches, "groups": [[0, 1], [2, 3]]})
+        self.assertEqual(sorted(one["rank"] for one in results), [0, 1, 2, 3])
+        for one in results:
+            expected, _, _ = losses(False, body=lambda *trained: models.train(*trained, rank=batches[one["rank"]]))
+            self.assertEqual(one["seen"], expected, one["rank"])
+            self.assertLess(one["host"], 0.75 * alone["host_bytes"])
 
-def rank(own_batches=False, **options):
+
+def rank(batches, groups=(), **options):
+    """`batches`: the batch of each rank. `groups`: the ranks of each tensor-parallel group; without: all ranks are one."""
     torch.distributed.init_process_group("gloo")
     mine = torch.distributed.get_rank()
+    made = [torch.distributed.new_group(members) for members in groups]  # By all ranks, in one order.
+    group = next((one for one, members in zip(made, groups) if mine in members), torch.distributed.group.WORLD)
     model = models.make(**options)
-    offloaded = forebay.offload_activations(model, group=torch.distributed.group.WORLD, least_bytes=256)
-    seen = models.train(model, plain_adamw(model), rank=mine if own_batches else 0)
+    offloaded = forebay.offload_activations(model, group=group, least_bytes=256)
+    seen = models.train(model, plain_adamw(model), rank=batches[mine])
     found = offloaded.report()
     offloaded.remove()
     support.show({"rank": mine, "seen": seen, "spilled": found["statistics"]["spilled_bytes"],
