@@ -80,6 +80,19 @@ def fewer(options):
         return {"rank": RANK, "error": f"{type(error).__name__}: {error}"}
 
 
+def different(options):
+    """Rank 1 begins with another value of a parameter. The text of the error."""
+    made = models.make()
+    with torch.no_grad():
+        made.norm.weight[3] += RANK
+    forebay.shard(made, **options)
+    try:
+        forebay.AdamW(made, lr=1e-2)
+        return {"rank": RANK, "error": ""}
+    except forebay.Error as error:
+        return {"rank": RANK, "error": str(error)}
+
+
 def switched(options):
     """Rank 1 freezes a parameter. The text of the error."""
     made = forebay.shard(models.make(), **options)

@@ -25,6 +25,7 @@ import forebay
 import models
 import passes
 import ranks
+from forebay.torch import state
 
 torch.set_num_threads(1)
 torch.use_deterministic_algorithms(True)
@@ -285,6 +286,28 @@ class OneRank(unittest.TestCase):
             found = model.state_dict()
             self.assertEqual(found["norm.weight"][0], 9)
             self.assertTrue(torch.equal(found["norm.bias"], wanted["norm.bias"]))
+
+    def test_values_that_an_exception_keeps_from_being_written(self):
+        """The model keeps the values of before, and trains on."""
+        for stage in (0, 3):
+            model, expected = (forebay.shard(models.make(), stage=stage, guard=True) for _ in range(2))
+            optimizers = [forebay.AdamW(one, lr=1e-2) for one in (model, expected)]
+            with self.assertRaises(KeyError), forebay.gathered(model, write=True):
+                model.norm.weight.mul_(3)
+                raise KeyError
+            self.assertEqual(forebay.digest(model), forebay.digest(expected))
+            self.assertEqual(*(models.train(*one) for one in zip((model, expected), optimizers)))
+
+    def test_values_that_were_collected_for_a_file_are_not_kept(self):
+        model = forebay.shard(models.make(), stage=3)
+        optimizer = forebay.AdamW(model, lr=1e-2)
+        with state.collected(model):
+            before = model.state_dict()["norm.weight"]
+        models.train(model, optimizer, steps=1)
+        after = model.state_dict()["norm.weight"]
+        self.assertFalse(torch.equal(after, before))
+        with forebay.gathered(model):
+            self.assertTrue(torch.equal(after, model.norm.weight))
 
     def test_buffers_are_saved(self):
         def make():
@@ -855,6 +878,11 @@ class SeveralRanks(unittest.TestCase):
         results = torchrun(2, kind="alone", options={"stage": 2})
         self.assertEqual(results[0]["digest"], results[1]["digest"])
         self.assertNotEqual(results[0]["total"], 0)
+
+    def test_a_parameter_that_differs_between_ranks_is_named(self):
+        first, second = torchrun(2, kind="different", options={"stage": 1})
+        self.assertRegex(first["error"], r"norm\.weight has other values on rank 1 than on rank 0")
+        self.assertRegex(second["error"], r"norm\.weight has other values on rank 0 than on rank 1")
 
     def test_requires_grad_that_differs_between_ranks_is_named(self):
         first, second = torchrun(2, kind="switched", options={"stage": 2})
