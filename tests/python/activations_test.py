@@ -144,6 +144,45 @@ class OneRank(unittest.TestCase):
             results.append([loss.item(), *[p.grad.sum().item() for p in model.parameters()]])
         self.assertEqual(*results)
 
+    def test_an_interrupted_forward_pass(self):
+        class Interrupted(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
+                self.is_interrupted = False
+
+            def forward(self, x):
+                h = torch.tanh(self.a(x))
+                if self.is_interrupted:
+                    raise KeyboardInterrupt
+                return self.b(h).square().sum()
+
+        model, x = Interrupted(), torch.ones(32, 64)
+        offload = forebay.offload_activations(model, least_bytes=256)
+
+        def saves_of_a_pass():
+            before = offload.report()["statistics"]["save_count"] if offload.report() else 0
+            model(x).backward()
+            return (offload.report()["statistics"]["save_count"] if offload.report() else 0) - before
+
+        def interrupt():
+            model.is_interrupted = True
+            with self.assertRaises(KeyboardInterrupt):
+                model(x)
+            model.is_interrupted = False
+
+        saves_of_a_pass()
+        saves = saves_of_a_pass()
+        self.assertGreater(saves, 0)
+        for _ in range(2):
+            interrupt()
+            self.assertEqual(saves_of_a_pass(), saves)
+        interrupt()
+        offload.remove()
+        y = torch.ones(64, 64, requires_grad=True)
+        y.exp().sum().backward()  # Of no model that is offloaded.
+        self.assertEqual(y.grad.sum().item(), y.exp().sum().item())
+
     def test_removed(self):
         model = models.make()
         with forebay.offload_activations(model, least_bytes=256):

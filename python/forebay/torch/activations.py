@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from forebay import core
 from forebay._library import InvalidArgument
-from forebay.torch.uncompiled import uncompiled
+from forebay.torch.uncompiled import calls_on_stack, uncompiled
 
 _numbers = itertools.count()
 
@@ -97,7 +97,9 @@ class ActivationOffload:
     # --- the forward pass ---
 
     @uncompiled
-    def _before(self, *_: Any) -> None:
+    def _before(self, module: nn.Module, *_: Any) -> None:
+        if self.depth and self.depth > calls_on_stack(module) - 1:
+            self._end_pass()  # KeyboardInterrupt ended it: torch calls no hook then.
         self.depth += 1
         if self.depth > 1 or not torch.is_grad_enabled():
             return
@@ -116,7 +118,12 @@ class ActivationOffload:
     @uncompiled
     def _after(self, *_: Any) -> None:
         self.depth -= 1
-        if self.depth or self.hooks is None:
+        if self.depth == 0:
+            self._end_pass()
+
+    def _end_pass(self) -> None:
+        self.depth = 0
+        if self.hooks is None:
             return
         self.hooks.__exit__(None, None, None)
         self.current.known.clear()
@@ -211,6 +218,7 @@ class ActivationOffload:
         for handle in self.handles:
             handle.remove()
         self.handles = []
+        self._end_pass()
         if self.checkpointer is not None:
             self.checkpointer.discard_all()
             self.checkpointer.close()

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from forebay import _library, core
 from forebay._library import InvalidArgument, Unsupported
 from forebay.torch import deepspeed, describe, guard, memory, stand_in
-from forebay.torch.uncompiled import uncompiled
+from forebay.torch.uncompiled import calls_on_stack, uncompiled
 
 
 _library.ADVICE["every rank must issue the same operations in the same order"] = (
@@ -172,18 +172,6 @@ class Unit:
 def _task() -> int:
     """The number of the backward pass that this thread is in; -1: none."""
     return torch._C._current_graph_task_id()
-
-
-def _calls_on_stack(module: nn.Module) -> int:
-    """How often `module` is being called in this thread; many where compiled code hides it."""
-    count, frame = 0, sys._getframe()
-    while frame is not None:
-        name = frame.f_code.co_name
-        if name.startswith("torch_dynamo_resume"):
-            return sys.maxsize
-        count += name == "_call_impl" and frame.f_locals.get("self") is module
-        frame = frame.f_back
-    return count
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -387,7 +375,7 @@ class Sharded:
 
     @uncompiled
     def before_model(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if self.depth and self.depth > _calls_on_stack(module) - 1:
+        if self.depth and self.depth > calls_on_stack(module) - 1:
             self.end_interrupted()
         self.depth += 1
         if self.depth == 1:
@@ -703,7 +691,7 @@ class Sharded:
         """Makes sure that no step is open. Errors: InvalidArgument while gradients wait for the optimizer."""
         self.refuse_writing()
         self.commit()
-        if self.depth and _calls_on_stack(self.model) == 0:
+        if self.depth and calls_on_stack(self.model) == 0:
             self.end_interrupted()
         self.end_evaluation()
         if self.in_step and self.has_gradients and not self.gradients_were_cleared():

@@ -1,4 +1,4 @@
-"""Functions that torch.compile leaves alone."""
+"""Functions that torch.compile leaves alone, and what they can tell of compiled code."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any, Callable, Optional
 
 import torch
+from torch import nn
 
 from forebay.torch.after_import import after_import
 
@@ -28,6 +29,18 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
     call._torchdynamo_disable = True  # Where a compiled function calls it, the graph ends.
     return call
+
+
+def calls_on_stack(module: nn.Module) -> int:
+    """How often `module` is being called in this thread; many where compiled code hides it."""
+    count, frame = 0, sys._getframe()
+    while frame is not None:
+        name = frame.f_code.co_name
+        if name.startswith("torch_dynamo_resume"):
+            return sys.maxsize
+        count += name == "_call_impl" and frame.f_locals.get("self") is module
+        frame = frame.f_back
+    return count
 
 
 @functools.lru_cache(maxsize=None)
