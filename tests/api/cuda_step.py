@@ -2,6 +2,7 @@
 
 Argument 1 is libforebay-c.so.1, argument 2 the communicator: auto, nccl, or adopted, an ncclComm_t of this program."""
 import ctypes
+import json
 import os
 import sys
 from ctypes import byref, c_char_p, c_double, c_float, c_int32, c_uint64, c_void_p
@@ -75,6 +76,9 @@ values = (c_float * 4)()
 call("engine_get", engine, unit, 0, 0, values, c_uint64(0), c_uint64(4))
 report = make(c_char_p, "communicator_report", ranks).value.decode()
 print(result[0], list(values), report)
+machine = json.loads(make(c_char_p, "machine_report").value)["devices"][0]
+if not 0 < machine["free_bytes"] < machine["memory_bytes"]:
+    sys.exit(f"while the engine holds memory, the machine's report says: {machine}")
 for name, handle in (("device_close", device), ("engine_destroy", engine), ("communicator_destroy", ranks)):
     getattr(library, "forebay_" + name)(handle)
 wanted = "local" if sys.argv[2] == "auto" else "nccl"
