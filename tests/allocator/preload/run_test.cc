@@ -719,6 +719,17 @@ TEST(RunEnvironmentTest, PyTorchAllocatesTensorsUnlessTheUserHasChosen) {
   EXPECT_EQ(made.set.count("FOREBAY_MEMORY"), 0u);
 }
 
+// The loader ends a path at a colon or a space.
+TEST(RunEnvironmentTest, OurLibraryIsOnceInTheListOfPreloads) {
+  const RunOptions wanted = options();
+  for (const char* separator : {":", " "}) {
+    const std::string list = "/lib/a.so" + (separator + wanted.preload_library) + separator + "/lib/b.so";
+    const RunEnvironment made = run_environment(wanted, {{"LD_PRELOAD", list}}).value();
+
+    EXPECT_EQ(made.set.at("LD_PRELOAD"), wanted.preload_library + ":/lib/a.so:/lib/b.so") << list;
+  }
+}
+
 // Under either name, and never silently.
 TEST(RunEnvironmentTest, TheUsersChoiceIsKeptAndItsConsequenceReported) {
   for (const char* variable : {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}) {
