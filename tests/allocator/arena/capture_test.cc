@@ -1,11 +1,9 @@
 // Captured graphs: private memory, and mappings that do not change.
 #include <gtest/gtest.h>
-#include <sys/types.h>
 #include <unistd.h>
 
 #include <atomic>
 #include <cstring>
-#include <fstream>
 #include <memory>
 #include <set>
 #include <string>
@@ -17,6 +15,7 @@
 #include "runtime/device/host/script.h"
 #include "tests/allocator/arena/chunk.h"
 #include "tests/allocator/arena/watched_backend.h"
+#include "tests/support/thread_state.h"
 
 namespace forebay {
 namespace {
@@ -178,16 +177,6 @@ TEST_F(ArenaCaptureTest, AMappingThatWasSetAsideStaysDuringACapture) {
   give(block, streams_[1]);
 }
 
-// Whether this thread of the process waits for something. True where the system does not tell.
-bool is_waiting(pid_t thread) {
-  std::ifstream file("/proc/self/task/" + std::to_string(thread) + "/stat");
-  std::string stat;
-  std::getline(file, stat);
-  // "NUMBER (NAME) STATE ...".
-  const std::size_t end = stat.rfind(") ");
-  return end == std::string::npos || stat[end + 2] == 'S';
-}
-
 // An event that is recorded on a captured stream would become part of the graph.
 TEST_F(ArenaCaptureTest, ACaptureBeginsOnlyAfterAnEventWasRecorded) {
   give(take(kChunk, streams_[0]), streams_[0]);
@@ -202,7 +191,7 @@ TEST_F(ArenaCaptureTest, ACaptureBeginsOnlyAfterAnEventWasRecorded) {
       capture = arena_->capture_begin(streams_[0]).value();
       has_begun = true;
     });
-    while (!has_begun && (number == 0 || !is_waiting(number))) std::this_thread::yield();
+    while (!has_begun && (number == 0 || !testing::is_waiting(number))) std::this_thread::yield();
     EXPECT_FALSE(has_begun);
   };
   arena_->trim();

@@ -15,6 +15,7 @@
 #include <initializer_list>
 #include <memory>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -28,6 +29,7 @@
 #include "tests/fakes/cuda/abi.h"
 #include "tests/support/gate.h"
 #include "tests/support/process.h"
+#include "tests/support/thread_state.h"
 
 namespace forebay {
 namespace {
@@ -928,6 +930,45 @@ TEST_F(CudaBackendTest, AFaultOfTheDeviceIsReportedByEverybodyFromThenOn) {
   }
   EXPECT_FALSE(backend->alloc(1).ok());
   EXPECT_TRUE(backend->stream_destroy(other).ok());
+}
+
+// The driver does not wait for the work of a lost context, and a function may use what its owner frees.
+TEST_F(CudaBackendTest, TheEndAfterAFaultOfTheDeviceWaitsForFunctionsThatHaveBegun) {
+  fake_cuda::FakeOptions options = fake_cuda::strict_options();
+  options.sticky_faults = true;
+  start(options);
+  std::unique_ptr<CudaBackend> backend = make();
+  const Stream stream = backend->stream_create().value();
+  const Stream other = backend->stream_create().value();
+  struct Begun {
+    testing::Gate gate;
+    std::atomic<bool> begun{false};
+  } function;
+  const HostFunction begin = [](void* argument) {
+    auto* const self = static_cast<Begun*>(argument);
+    self->begun = true;
+    testing::Gate::wait(&self->gate);
+  };
+  ASSERT_TRUE(backend->call_host(stream, begin, &function).ok());
+  while (!function.begun) std::this_thread::yield();
+  ASSERT_EQ(fake_.fail("cuStreamSynchronize", 1, static_cast<int>(CuResult::kIllegalAddress)), 0);
+  ASSERT_EQ(backend->stream_synchronize(other).code(), StatusCode::kInternal);
+
+  std::atomic<pid_t> number{0};
+  std::atomic<bool> has_ended{false};
+  std::thread end([&] {
+    number = ::gettid();
+    backend.reset();
+    has_ended = true;
+  });
+  while (!has_ended && (fake_.call_count("cuStreamDestroy") < 2 || !testing::is_waiting(number)))
+    std::this_thread::yield();
+
+  EXPECT_EQ(fake_.call_count("cuMemFreeHost"), 0u);
+  EXPECT_FALSE(has_ended);
+  function.gate.open();
+  end.join();
+  EXPECT_EQ(fake_.call_count("cuMemFreeHost"), 1u);
 }
 
 TEST_F(CudaBackendTest, AChildMadeByForkIsToldSo) {
