@@ -8,16 +8,21 @@
 //   sharing_program crowded    the first has no descriptor left when the second asks, and some later
 //   sharing_program crowded-later   the same, but the first has waited for a request before
 //   sharing_program stranger   the second runs in another environment: nothing is preloaded there
+#include <fcntl.h>
 #include <poll.h>
 #include <sched.h>
 #include <signal.h>
 #include <sys/resource.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <string>
@@ -70,6 +75,21 @@ int allocate_in_pieces(CuDevicePtr* block, std::vector<CuDevicePtr>* kept) {
   return 0;
 }
 
+// Descriptors that came with messages, and how many of them a program that this process starts would inherit.
+std::atomic<int> received_count{0}, inherited_count{0};
+
+void count_descriptors(msghdr* message) {
+  for (cmsghdr* header = CMSG_FIRSTHDR(message); header != nullptr; header = CMSG_NXTHDR(message, header)) {
+    if (header->cmsg_level != SOL_SOCKET || header->cmsg_type != SCM_RIGHTS) continue;
+    for (std::size_t at = 0; CMSG_LEN(at) < header->cmsg_len; at += sizeof(int)) {
+      int descriptor = -1;
+      std::memcpy(&descriptor, CMSG_DATA(header) + at, sizeof descriptor);
+      ++received_count;
+      if ((::fcntl(descriptor, F_GETFD) & FD_CLOEXEC) == 0) ++inherited_count;
+    }
+  }
+}
+
 struct Message {
   CuIpcMemHandle handle;
 };
@@ -80,6 +100,8 @@ int second() {
   CHECK(::read(STDIN_FILENO, &message, sizeof message) == static_cast<ssize_t>(sizeof message));
   CuDevicePtr address = 0, again = 0;
   CHECK_CU(driver.cuIpcOpenMemHandle_v2(&address, message.handle, kIpcLazyEnablePeerAccess));
+  CHECK((received_count > 0) == (std::getenv("FOREBAY_PRELOAD") != nullptr));
+  CHECK(inherited_count == 0);
   CHECK(holds(address, 1));
   // Opened twice, it is there until it was closed twice.
   CHECK_CU(driver.cuIpcOpenMemHandle_v2(&again, message.handle, kIpcLazyEnablePeerAccess));
@@ -295,6 +317,13 @@ int refuse() {
 
 }  // namespace
 }  // namespace forebay::testing
+
+// In place of the C library's, for every library of this process.
+extern "C" __attribute__((visibility("default"))) ssize_t recvmsg(int socket, msghdr* message, int flags) {
+  const ssize_t received = ::syscall(SYS_recvmsg, socket, message, flags);
+  if (received >= 0) forebay::testing::count_descriptors(message);
+  return received;
+}
 
 int main(int argc, char** argv) {
   using namespace forebay::testing;
