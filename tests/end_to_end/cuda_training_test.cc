@@ -261,7 +261,6 @@ class CudaTrainingFaults : public ::testing::TestWithParam<Sweep> {
   void start() {
     fake_.reset();
     fake_cuda::FakeOptions options = strict_gpu();
-    options.quiet = true;
     ASSERT_EQ(fake_.configure(options), 0);
   }
 
