@@ -411,7 +411,7 @@ TEST(LocalCommunicatorOnADevice, ACallRefusedForAMessageFailsBothEnds) {
 TEST(LocalCommunicatorOnADevice, ADeadlineNamesTheRankThatDidNotIssue) {
   std::vector<Status> causes(3);
   std::atomic<int> waiting{2};
-  run_on_shared_device(3, {.deadline = 300ms}, create_device(), [&](Member& member, DeviceView&, int rank) {
+  run_on_shared_device(3, {.deadline = 2s}, create_device(), [&](Member& member, DeviceView&, int rank) {
     if (rank == 2) {
       for (int left = waiting.load(); left > 0; left = waiting.load()) waiting.wait(left);
       return;

@@ -151,7 +151,7 @@ TEST_P(NcclFault, AnyCallOfAnyRankMayFail) {
 }
 
 TEST_P(NcclFault, AnOperationThatHangsIsATimeoutOnAllRanks) {
-  constexpr std::chrono::milliseconds kDeadline = 300ms;
+  constexpr std::chrono::milliseconds kDeadline = 1500ms;  // Ranks connect within it too.
   // The first two connect the ranks.
   for (std::uint64_t operation = 0; operation < 4; ++operation) {
     SCOPED_TRACE("operation " + std::to_string(operation));
@@ -162,7 +162,7 @@ TEST_P(NcclFault, AnOperationThatHangsIsATimeoutOnAllRanks) {
     EXPECT_EQ(outcome.account.faults, 1u);
     const Status cause = outcome.cause();
     EXPECT_EQ(cause.code(), StatusCode::kTimeout) << cause.to_string();
-    EXPECT_NE(cause.message().find("within 300 ms"), std::string::npos) << cause.message();
+    EXPECT_NE(cause.message().find("within 1500 ms"), std::string::npos) << cause.message();
     EXPECT_LT(outcome.took, kDeadline + kPatience);
   }
 }
@@ -206,7 +206,7 @@ TEST_P(NcclFault, ARankThatDoesNotComeIsNamedByAllRanks) {
   std::latch given_up(size() - 1);
   const int absent = size() - 1;
 
-  const Outcome outcome = run(size(), 300ms, gpus_with({}), [&](Member& member, int rank) {
+  const Outcome outcome = run(size(), 2s, gpus_with({}), [&](Member& member, int rank) {
     if (rank == absent) {
       given_up.wait();
       return gather(member);
