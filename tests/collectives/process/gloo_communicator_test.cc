@@ -196,7 +196,7 @@ TEST_F(GlooCommunicator, NamesTheRanksThatNeverCame) {
   const TemporaryDirectory store;
 
   const std::vector<Status> results = join_all(
-      store.path(), 2, [](Member&, int) { FAIL() << "joined without ranks 2 and 3"; }, 300ms,
+      store.path(), 2, [](Member&, int) { FAIL() << "joined without ranks 2 and 3"; }, 2s,
       [](GlooOptions& options) { options.size = 4; });
 
   EXPECT_EQ(results[0].code(), StatusCode::kTimeout) << results[0].to_string();
