@@ -417,8 +417,12 @@ class CudaKernels final : public Kernels {
     Dimensions grid, block;
     grid.x = static_cast<std::uint32_t>(std::min(block_count, kBlocksPerProcessor * processor_count_));
     block.x = kBlockSize;
-    const void* const pointers[] = {&argument};
-    const std::size_t bytes[] = {sizeof argument};
+    Launch given = argument;
+#if __has_builtin(__builtin_clear_padding)
+    __builtin_clear_padding(&given);  // No stale bytes reach the device; some of them look like addresses.
+#endif
+    const void* const pointers[] = {&given};
+    const std::size_t bytes[] = {sizeof given};
     return backend_.launch(kernel, grid, block, pointers, bytes, 1, stream);
   }
 

@@ -103,8 +103,12 @@ void LaunchedOperations::launch(Kernel kernel, std::size_t block_count, const Ar
   static_assert(std::is_trivially_copyable_v<Arguments>);
   if (block_count == 0) return;
   const Dimensions grid{static_cast<std::uint32_t>(std::min(block_count, kBlocksMax))};
-  const void* addresses[] = {&arguments};
-  const std::size_t bytes[] = {sizeof arguments};
+  Arguments given = arguments;
+#if __has_builtin(__builtin_clear_padding)
+  __builtin_clear_padding(&given);  // No stale bytes reach the device; some of them look like addresses.
+#endif
+  const void* addresses[] = {&given};
+  const std::size_t bytes[] = {sizeof given};
   throw_if_error(backend_.launch(kernel, grid, Dimensions{kThreads}, addresses, bytes, 1, stream_));
 }
 
