@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <initializer_list>
 #include <string>
-#include <type_traits>
 #include <utility>
 
+#include "forebay/kernel_launch.h"
 #include "kernels/argument_checks.h"
 #include "kernels/cuda/image.h"
 #include "kernels/cuda/launches.h"
@@ -413,17 +413,10 @@ class CudaKernels final : public Kernels {
 
   template <typename Launch>
   Status launch(Kernel kernel, const Launch& argument, std::size_t block_count, Stream stream) {
-    static_assert(std::is_trivially_copyable_v<Launch>);
     Dimensions grid, block;
     grid.x = static_cast<std::uint32_t>(std::min(block_count, kBlocksPerProcessor * processor_count_));
     block.x = kBlockSize;
-    Launch given = argument;
-#if __has_builtin(__builtin_clear_padding)
-    __builtin_clear_padding(&given);  // No stale bytes reach the device; some of them look like addresses.
-#endif
-    const void* const pointers[] = {&given};
-    const std::size_t bytes[] = {sizeof given};
-    return backend_.launch(kernel, grid, block, pointers, bytes, 1, stream);
+    return launch_with(backend_, kernel, grid, block, argument, stream);
   }
 
   Backend& backend_;

@@ -1,11 +1,11 @@
 #include "model/launched_operations.h"
 
 #include <algorithm>
-#include <type_traits>
 #include <utility>
 
 #include "cuda/kernels.h"
 #include "forebay/error.h"
+#include "forebay/kernel_launch.h"
 #include "forebay/units.h"
 #include "model/device_handles.h"
 
@@ -100,16 +100,9 @@ LaunchedOperations::~LaunchedOperations() = default;
 
 template <typename Arguments>
 void LaunchedOperations::launch(Kernel kernel, std::size_t block_count, const Arguments& arguments) {
-  static_assert(std::is_trivially_copyable_v<Arguments>);
   if (block_count == 0) return;
   const Dimensions grid{static_cast<std::uint32_t>(std::min(block_count, kBlocksMax))};
-  Arguments given = arguments;
-#if __has_builtin(__builtin_clear_padding)
-  __builtin_clear_padding(&given);  // No stale bytes reach the device; some of them look like addresses.
-#endif
-  const void* addresses[] = {&given};
-  const std::size_t bytes[] = {sizeof given};
-  throw_if_error(backend_.launch(kernel, grid, Dimensions{kThreads}, addresses, bytes, 1, stream_));
+  throw_if_error(launch_with(backend_, kernel, grid, Dimensions{kThreads}, arguments, stream_));
 }
 
 #define FOREBAY_LAUNCH_OPERATION(Arguments)                       \

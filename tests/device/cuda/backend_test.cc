@@ -7,12 +7,15 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <cstddef>
+#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <initializer_list>
+#include <iterator>
 #include <memory>
 #include <string>
 #include <thread>
@@ -21,10 +24,13 @@
 
 #include "forebay/cuda_backend.h"
 #include "forebay/cuda_devices.h"
+#include "forebay/host_backend.h"
+#include "forebay/kernel_launch.h"
 #include "forebay/units.h"
 #include "runtime/device/cuda/device.h"
 #include "runtime/device/cuda/image_version.h"
 #include "runtime/device/cuda/order_book.h"
+#include "runtime/device/forwarding_backend.h"
 #include "tests/device/cuda/fake_cuda_test.h"
 #include "tests/fakes/cuda/abi.h"
 #include "tests/support/gate.h"
@@ -1127,6 +1133,43 @@ TEST_F(CudaBackendTest, StreamsBeyondThoseKeptAreDestroyed) {
     EXPECT_TRUE(backend->stream_destroy(again).ok());
   }
   fake_cuda::expect_nothing_left(fake_);
+}
+
+// A float and the stale bytes behind it may look like the address of memory that the kernel does not use.
+TEST(KernelLaunch, ThePaddingOfTheArgumentIsZero) {
+#if __has_builtin(__builtin_clear_padding)
+  struct Argument {
+    std::uint64_t counts[8];  // Many, so that a copy is one of bytes.
+    float scale;
+  };
+  class Capturing final : public ForwardingBackend {
+   public:
+    using ForwardingBackend::ForwardingBackend;
+    Status launch(Kernel, Dimensions, Dimensions, const void* const* arguments, const std::size_t* bytes,
+                  std::size_t, Stream) override {
+      const auto* const first = static_cast<const std::byte*>(arguments[0]);
+      given.assign(first, first + bytes[0]);
+      return {};
+    }
+    std::vector<std::byte> given;
+  };
+  const std::unique_ptr<HostBackend> below = HostBackend::create({}).value();
+  Capturing backend(*below);
+  alignas(Argument) std::byte stale[sizeof(Argument)];
+  std::memset(stale, 0xCB, sizeof stale);
+  const float scale = 0.5f;
+  std::memcpy(stale + offsetof(Argument, scale), &scale, sizeof scale);
+  Argument argument;
+  std::memcpy(&argument, stale, sizeof argument);
+
+  ASSERT_TRUE(launch_with(backend, {}, {}, {}, argument, {}).ok());
+
+  std::memset(stale + offsetof(Argument, scale) + sizeof scale, 0,
+              sizeof stale - offsetof(Argument, scale) - sizeof scale);
+  EXPECT_EQ(backend.given, std::vector<std::byte>(std::begin(stale), std::end(stale)));
+#else
+  GTEST_SKIP() << "this compiler cannot clear padding";
+#endif
 }
 
 }  // namespace
