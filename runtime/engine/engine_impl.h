@@ -159,7 +159,7 @@ struct Engine::Impl : StepContext {
   // For a failed engine: ~Engine waits for the work queued under the lease, or this does.
   void cover_work(const LiveLease& lease) noexcept;
   // The trainer's last use of the unit is on `stream`.
-  void note_release(int unit, Stream stream);
+  Status note_release(int unit, Stream stream);
   DevicePtr address(ParameterId parameter);
   // With an access guard: opens or closes the aliases that a lease of `unit` uses, in the order of `stream`.
   Status open_aliases(int unit, Stream stream, bool backward);

@@ -237,12 +237,12 @@ void Lease::grad_ready(int index) {
 }
 
 // Where work on two streams used the unit, the last event covers both.
-void Engine::Impl::note_release(int index, Stream stream) {
+Status Engine::Impl::note_release(int index, Stream stream) {
   Unit& u = unit(index);
   if (u.released_on.handle != nullptr && u.released_on != stream)
-    must(backend.stream_wait(stream, u.released));
+    FOREBAY_RETURN_IF_ERROR(backend.stream_wait(stream, u.released));
   u.released_on = stream;
-  must(backend.event_record(u.released, stream));
+  return backend.event_record(u.released, stream);
 }
 
 void Engine::Impl::end_lease(std::uint64_t number) noexcept {
@@ -266,7 +266,7 @@ void Engine::Impl::end_lease(std::uint64_t number) noexcept {
     }
     if (lease.backward && options.find_non_finite) search_gradients(lease);
     if (recorded()) {
-      for (const int owner : units_read_by(model, index)) note_release(owner, lease.stream);
+      for (const int owner : units_read_by(model, index)) must(note_release(owner, lease.stream));
       gatherer->note_lease(index);
       release(lease);
     } else {
@@ -289,12 +289,8 @@ void Engine::Impl::end_lease(std::uint64_t number) noexcept {
 }
 
 void Engine::Impl::cover_work(const LiveLease& lease) noexcept {
-  Unit& u = unit(lease.unit);
-  Status covered;
-  if (u.released_on.handle != nullptr && u.released_on != lease.stream)
-    covered = backend.stream_wait(lease.stream, u.released);
-  if (covered.ok()) covered = backend.event_record(u.released, lease.stream);
-  if (!covered.ok()) static_cast<void>(backend.stream_synchronize(lease.stream));
+  if (!note_release(lease.unit, lease.stream).ok())
+    static_cast<void>(backend.stream_synchronize(lease.stream));
 }
 
 Status Engine::Impl::change_access(int index, Stream stream, bool backward,

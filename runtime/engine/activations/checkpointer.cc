@@ -322,11 +322,11 @@ void ActivationCheckpointer::Impl::end_lease(int index, Stream stream) noexcept 
   Place& p = place(index);
   const Event event = p.buffer < 0 ? p.read : buffers[static_cast<std::size_t>(p.buffer)].released;
   if (const Status recorded = backend.event_record(event, stream); !recorded.ok()) {
-    static_cast<void>(backend.stream_synchronize(stream));  // In place of ~Impl, which waits for the event.
     if (failure.ok()) {
       failure = recorded;
       communicator.abort(recorded);
     }
+    static_cast<void>(backend.stream_synchronize(stream));  // In place of ~Impl, which waits for the event.
   }
   if (p.buffer >= 0) --leased_buffers;
   --lease_count;

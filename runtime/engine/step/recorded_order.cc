@@ -221,7 +221,7 @@ void Engine::Impl::abandon(int count) {
   gives_up = true;
   for (const LiveLease& lease : leases) {
     must(close_aliases(lease.unit, lease.stream, lease.backward));
-    for (const int owner : units_read_by(model, lease.unit)) note_release(owner, lease.stream);
+    for (const int owner : units_read_by(model, lease.unit)) must(note_release(owner, lease.stream));
   }
   leases.clear();
   for (Unit& u : units) u.readers = u.open_backwards = 0;
