@@ -180,7 +180,7 @@ class OneRank(unittest.TestCase):
         interrupt()
         offload.remove()
         y = torch.ones(64, 64, requires_grad=True)
-        y.exp().sum().backward()  # Of no model that is offloaded.
+        y.exp().sum().backward()  # Autograd saves this outside of the model.
         self.assertEqual(y.grad.sum().item(), y.exp().sum().item())
 
     def test_removed(self):

@@ -123,6 +123,12 @@ class ArenaViewsTest : public ::testing::Test {
     for (std::size_t i = 0; i < count; ++i) chunks.insert(watched_->chunk_at(address + i * kChunk).begin);
     return chunks;
   }
+  void expect_only_for_first_stream(std::size_t bytes) {
+    for (const Stream stream : {Stream(), streams_[1]}) {
+      EXPECT_EQ(arena_->allocate({.bytes = bytes, .stream = stream}).status().code(),
+                StatusCode::kOutOfMemory);
+    }
+  }
   std::uint64_t driver_calls() const { return arena_->statistics().driver_call_count; }
 
   struct Content {
@@ -294,9 +300,7 @@ TEST_F(ArenaViewsTest, AStitchedBlockKeepsTheStreamsItsMemoryWaitedFor) {
   for (int i = 0; i < 8; i += 2) give(blocks[i], streams_[0]);
   give(take(4 * kChunk, streams_[0]));
 
-  EXPECT_EQ(arena_->allocate({.bytes = 4 * kChunk}).status().code(), StatusCode::kOutOfMemory);
-  EXPECT_EQ(arena_->allocate({.bytes = 4 * kChunk, .stream = streams_[1]}).status().code(),
-            StatusCode::kOutOfMemory);
+  expect_only_for_first_stream(4 * kChunk);
   gate.open();
   ASSERT_TRUE(backend_->stream_synchronize(streams_[0]).ok());
 }
@@ -317,9 +321,7 @@ TEST_F(ArenaViewsTest, ABlockOfShownMemoryKeepsTheStreamsItsMemoryWaitedFor) {
   EXPECT_EQ(row, blocks[0]);
   give(row);
 
-  EXPECT_EQ(arena_->allocate({.bytes = 3 * kChunk}).status().code(), StatusCode::kOutOfMemory);
-  EXPECT_EQ(arena_->allocate({.bytes = 3 * kChunk, .stream = streams_[1]}).status().code(),
-            StatusCode::kOutOfMemory);
+  expect_only_for_first_stream(3 * kChunk);
   gate.open();
   ASSERT_TRUE(backend_->stream_synchronize(streams_[0]).ok());
 }
@@ -756,8 +758,9 @@ TEST_F(ArenaStepsTest, ARepeatedStepMakesNoDriverCallFromItsThirdPassOn) {
       for (int pass = 3; pass <= 5; ++pass) {
         const std::uint64_t before = recalled();
         EXPECT_EQ(run(step), 0u) << "pass " << pass;
-        if (pass > 3)
+        if (pass > 3) {
           EXPECT_EQ(recalled() - before, static_cast<std::uint64_t>(kStepCount)) << "pass " << pass;
+        }
       }
     }
   }

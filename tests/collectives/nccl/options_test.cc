@@ -174,6 +174,15 @@ TEST(NcclOptions, ABufferIsRegisteredOnceAndGivenBack) {
   EXPECT_EQ(trainers.account().registrations, 0u);
 }
 
+// The rank's sums, once they are there.
+std::vector<float> reduced(Member& member, Communicator& communicator,
+                           const ReduceScatterArguments& arguments) {
+  EXPECT_EQ(communicator.reduce_scatter(arguments, member.stream()).to_string(), Status().to_string());
+  EXPECT_TRUE(member.backend().stream_synchronize(member.stream()).ok());
+  EXPECT_TRUE(communicator.status().ok());
+  return member.read(arguments.target, arguments.count);
+}
+
 // The fake adds round the ring, so its bits differ from those in rank order: NCCL did it, and was asked to.
 TEST(NcclOptions, TheFastOrderIsNcclsOwnSumWhereItIsExactEnough) {
   constexpr std::size_t kCount = 1024;
@@ -190,18 +199,14 @@ TEST(NcclOptions, TheFastOrderIsNcclsOwnSumWhereItIsExactEnough) {
     std::byte* const receive = member.allocate(contribution.size() * sizeof(float));
     float* const target = member.allocate_copy(std::vector<float>(kCount, 0.5f));
     for (const bool first : {false, true}) {
-      const Status queued = joined.value()->reduce_scatter({.source = reinterpret_cast<std::byte*>(source),
-                                                            .source_stride_bytes = kCount * sizeof(float),
-                                                            .count = kCount,
-                                                            .type = DataType::kFloat32,
-                                                            .receive = receive,
-                                                            .target = target,
-                                                            .first = first},
-                                                           member.stream());
-      ASSERT_TRUE(queued.ok()) << queued.to_string();
-      ASSERT_TRUE(member.backend().stream_synchronize(member.stream()).ok());
-      ASSERT_TRUE(joined.value()->status().ok());
-      const std::vector<float> sums = member.read(target, kCount);
+      const std::vector<float> sums = reduced(member, *joined.value(),
+                                              {.source = reinterpret_cast<std::byte*>(source),
+                                               .source_stride_bytes = kCount * sizeof(float),
+                                               .count = kCount,
+                                               .type = DataType::kFloat32,
+                                               .receive = receive,
+                                               .target = target,
+                                               .first = first});
       for (std::size_t i = 0; i < kCount; ++i) {
         const std::size_t index = static_cast<std::size_t>(rank) * kCount + i;
         float in_order = sample(test_seed(), 0, index);
@@ -239,19 +244,14 @@ TEST(NcclOptions, TheFastOrderIsTheRanksOwnWhereNcclsIsAnother) {
     float* const target = member.allocate<float>(kCount);
     for (const DataType type : {DataType::kFloat32, DataType::kBfloat16}) {
       const bool is_wide = type == DataType::kFloat32;
-      const Status queued =
-          joined.value()->reduce_scatter({.source = sources[is_wide ? 0 : 1],
-                                          .source_stride_bytes = kColumns * element_bytes(type),
-                                          .count = kCount,
-                                          .type = type,
-                                          .receive = receive,
-                                          .target = target,
-                                          .first = true},
-                                         member.stream());
-      ASSERT_TRUE(queued.ok()) << queued.to_string();
-      ASSERT_TRUE(member.backend().stream_synchronize(member.stream()).ok());
-      ASSERT_TRUE(joined.value()->status().ok());
-      const std::vector<float> sums = member.read(target, kCount);
+      const std::vector<float> sums = reduced(member, *joined.value(),
+                                              {.source = sources[is_wide ? 0 : 1],
+                                               .source_stride_bytes = kColumns * element_bytes(type),
+                                               .count = kCount,
+                                               .type = type,
+                                               .receive = receive,
+                                               .target = target,
+                                               .first = true});
       for (std::size_t i = 0; i < kCount; ++i) {
         const std::size_t index = static_cast<std::size_t>(rank) * kColumns + i;
         EXPECT_EQ(sums[i], value(0, index) + value(1, index) + value(2, index)) << i;
