@@ -1,6 +1,8 @@
 // The time that the C interface adds to a call: each function and the C++ call under it, in turn, on the same
 // engine.
 //
+// Ends with 1 if a function adds 100 ns or more.
+//
 //   build/release/bench/capi_bench
 #include <algorithm>
 #include <chrono>
@@ -30,9 +32,11 @@ double median(std::vector<double> values) {
   return values[kRounds / 2];
 }
 
-// Pairs of rounds, so that a busy machine is busy for both.
+double most_added = 0;  // nanoseconds, of the calls compared so far
+
+// `c_call` calls so many `functions`. Pairs of rounds, so that a busy machine is busy for both.
 template <typename C, typename Cxx>
-bool compare(const char* name, int calls, C c_call, Cxx cxx_call) {
+void compare(const char* name, int functions, int calls, C c_call, Cxx cxx_call) {
   std::vector<double> c_times, cxx_times, differences;
   for (int round = 0; round < kRounds; ++round) {
     c_times.push_back(nanoseconds(calls, c_call));
@@ -42,7 +46,7 @@ bool compare(const char* name, int calls, C c_call, Cxx cxx_call) {
   const double added = median(differences);
   std::printf("%-34s C %8.1f ns   C++ %8.1f ns   added %6.1f ns\n", name, median(c_times), median(cxx_times),
               added);
-  return added < 100;
+  most_added = std::max(most_added, added / functions);
 }
 
 }  // namespace
@@ -59,8 +63,8 @@ int main() {
   const auto stream = c::get<void*>(forebay_stream_create, device);
   Engine& cxx = *[&] { return api::share<forebay_engine>(engine).keep()->engine.get(); }();
 
-  bool small = compare(
-      "forebay_loss_scale", kCalls,
+  compare(
+      "forebay_loss_scale", 1, kCalls,
       [&] {
         double scale = 0;
         forebay_loss_scale(engine, &scale);
@@ -70,8 +74,8 @@ int main() {
         static_cast<void>(scale);
       });
   c::call(forebay_evaluation_begin, engine);
-  small &= compare(
-      "forebay_acquire, forebay_release", kCalls / 100,
+  compare(
+      "forebay_acquire, forebay_release", 2, kCalls / 100,
       [&] {
         forebay_acquire(engine, unit, 0, stream);
         forebay_release(engine, unit, stream);
@@ -82,8 +86,8 @@ int main() {
   c::call(forebay_micro_step_begin, engine, 0);
   c::call(forebay_acquire, engine, unit, 0, stream);
   Lease& lease = api::share<forebay_engine>(engine).keep()->leases.front().lease;
-  small &= compare(
-      "forebay_parameter", kCalls,
+  compare(
+      "forebay_parameter", 1, kCalls,
       [&] {
         void* address = nullptr;
         forebay_parameter(engine, unit, 0, &address);
@@ -95,8 +99,8 @@ int main() {
   c::call(forebay_release, engine, unit, stream);
   c::call(forebay_acquire, engine, unit, 1, stream);
   Lease& backward = api::share<forebay_engine>(engine).keep()->leases.front().lease;
-  small &= compare(
-      "forebay_gradient", kCalls,
+  compare(
+      "forebay_gradient", 1, kCalls,
       [&] {
         void* address = nullptr;
         std::int32_t accumulate = 0;
@@ -110,6 +114,6 @@ int main() {
   c::call(forebay_release, engine, unit, stream);
   forebay_step_result result{};
   c::call(forebay_step, engine, &result, sizeof(result));
-  std::printf("%s\n", small ? "each adds less than 100 ns" : "more than 100 ns are added");
-  return small ? 0 : 1;
+  std::printf("the most that a function adds: %.1f ns, goal: less than 100 ns\n", most_added);
+  return most_added < 100 ? 0 : 1;
 }
