@@ -408,6 +408,53 @@ TEST(FreeOrderSlots, ASlotIsFreeWhenTheWorkOnEveryStreamOfItsUnitHasEnded) {
   });
 }
 
+// Rank 1 keeps the gather into the planned slot from its end until rank 0 has read, so that a read of the
+// moved alias would find the values of unit 0.
+TEST(FreeOrderSlots, AUnitLeavesItsSpareSlotWhenTheWorkOnItHasEnded) {
+  std::promise<void> has_read;
+  run_ranks(2, {}, [&](Rank& rank) {
+    EngineOptions options;
+    options.stage = 3;
+    options.order_of_units = OrderOfUnits::kRecorded;
+    options.optional_gradients = true;
+    Engine engine(*rank.backend, *rank.kernels, *rank.communicator, options);
+    constexpr std::size_t kCount = 2048;
+    for (int u = 0; u < 4; ++u)
+      engine.add_parameter(engine.add_unit("u" + std::to_string(u)), "p" + std::to_string(u), kCount);
+    engine.commit();
+    for (int u = 0; u < 4; ++u)
+      engine.set_parameter({u, 0}, std::vector<float>(kCount, static_cast<float>(u + 1)));
+    const Stream slow = value_or_throw(rank.backend->stream_create());
+    const Stream fast = value_or_throw(rank.backend->stream_create());
+    Kept moved;
+    std::vector<float> read(kCount, -1.0f);
+    engine.step_begin();
+    engine.micro_step_begin(0);
+
+    {
+      // Units 0 and 2 have one planned slot.
+      const Lease holder = engine.forward(0, fast);
+      const Lease lease = engine.forward(2, slow);
+      if (rank.communicator->rank() == 0) throw_if_error(rank.backend->call_host(slow, &Kept::await, &moved));
+      throw_if_error(rank.backend->copy_async(read.data(), lease.parameter(0), kCount * sizeof(float), slow));
+    }
+    static_cast<void>(engine.forward(0, fast));
+    if (rank.communicator->rank() == 1) has_read.get_future().wait();
+    static_cast<void>(engine.forward(2, fast));
+    Kept::keep(&moved);
+    throw_if_error(rank.backend->stream_synchronize(slow));
+    if (rank.communicator->rank() == 0) has_read.set_value();
+    EXPECT_EQ(read, std::vector<float>(kCount, 3.0f));
+
+    for (int u = 3; u >= 0; --u) static_cast<void>(engine.backward(u, fast));
+    static_cast<void>(engine.step({.groups = {{}}}));
+    for (const Stream stream : {slow, fast}) {
+      throw_if_error(rank.backend->stream_synchronize(stream));
+      throw_if_error(rank.backend->stream_destroy(stream));
+    }
+  });
+}
+
 TEST(FreeOrderSlots, NamesTheUnitsThatTheBudgetHasNoRoomFor) {
   run_ranks(1, {}, [](Rank& rank) {
     EngineOptions options;
