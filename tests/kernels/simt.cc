@@ -96,14 +96,7 @@ bool same_place(const Fiber& a, const Fiber& b) {
 // The threads of one block at a time, and the scheduler that they give way to.
 class Block {
  public:
-  Block(const Dimensions& grid, const Dimensions& block, std::size_t shared_bytes, BlockBody body,
-        const void* launch)
-      : body_(body),
-        launch_(launch),
-        grid_size_(grid.x),
-        shared_(shared_bytes / sizeof(std::max_align_t) + 1),
-        fibers_(block.x),
-        stacks_(new unsigned char[block.x * kStackBytes]) {
+  explicit Block(unsigned threads) : fibers_(threads), stacks_(new unsigned char[threads * kStackBytes]) {
 #ifdef FOREBAY_FIBER_TSAN
     scheduler_tsan_ = __tsan_get_current_fiber();
 #endif
@@ -117,7 +110,19 @@ class Block {
   Block(const Block&) = delete;
   Block& operator=(const Block&) = delete;
 
-  // Runs one block to its end.
+  unsigned threads() const {
+    return static_cast<unsigned>(fibers_.size());
+  }
+
+  // Before the first block of a launch.
+  void begin(unsigned grid_size, std::size_t shared_bytes, BlockBody body, const void* launch) {
+    body_ = body;
+    launch_ = launch;
+    grid_size_ = grid_size;
+    shared_.resize(shared_bytes / sizeof(std::max_align_t) + 1);
+  }
+
+  // Runs one block to its end. After a failure there is no other.
   std::string run(unsigned index) {
     index_ = index;
     std::memset(shared_.data(), kSharedPoison, shared_.size() * sizeof shared_[0]);
@@ -257,9 +262,9 @@ class Block {
            "; every thread has to come to it";
   }
 
-  BlockBody body_;
-  const void* launch_;
-  unsigned grid_size_;
+  BlockBody body_ = nullptr;
+  const void* launch_ = nullptr;
+  unsigned grid_size_ = 0;
   unsigned index_ = 0;
   std::size_t current_ = 0;
   std::vector<std::max_align_t> shared_;
@@ -289,11 +294,16 @@ std::uint64_t BlockContext::shuffle(std::uint64_t bits, unsigned delta, const Si
 
 std::string run_blocks(const Dimensions& grid, const Dimensions& block, std::size_t shared_bytes,
                        BlockBody body, const void* launch) {
-  Block simulated(grid, block, shared_bytes, body, launch);
+  // Kept for the next launch: stacks and fibers take longer to make than most kernels to run.
+  thread_local std::unique_ptr<Block> kept;
+  std::unique_ptr<Block> simulated = std::move(kept);
+  if (simulated == nullptr || simulated->threads() != block.x) simulated = std::make_unique<Block>(block.x);
+  simulated->begin(grid.x, shared_bytes, body, launch);
   for (unsigned index = 0; index < grid.x; ++index) {
-    std::string failure = simulated.run(index);
+    std::string failure = simulated->run(index);
     if (!failure.empty()) return failure;
   }
+  kept = std::move(simulated);
   return {};
 }
 

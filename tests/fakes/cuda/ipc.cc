@@ -82,6 +82,7 @@ CuResult cuIpcGetMemHandle(CuIpcMemHandle* handle, CuDevicePtr address) {
   if (handle == nullptr || mapping == nullptr || mapping->kind != MappingKind::kAllocation) {
     return CuResult::kInvalidValue;
   }
+  mapping->physical->exported = true;
   const HandleContent content{kIpcMagic, ::getpid(), mapping->physical->file, mapping->requested_bytes};
   *handle = {};
   std::memcpy(handle->bytes, &content, sizeof(content));

@@ -28,6 +28,9 @@ constexpr unsigned char kPoison = 0xCB;
 // Files of the fake have larger numbers than those of programs, so that small descriptors keep their order.
 constexpr int kFirstFile = 1000;
 
+// The most bytes of spare files.
+constexpr std::size_t kSpareBytes = std::size_t{32} << 20;
+
 // The name of a file of the fake tells an importing process its contents.
 constexpr char kFileName[] = "fake_cuda-device-%d-rdma-%d-type-%u";
 
@@ -58,13 +61,41 @@ std::atomic<int> used_protection_key{-1};
 
 }  // namespace
 
+SpareFiles::~SpareFiles() {
+  for (const File& file : files_) {
+    ::munmap(file.alias, file.bytes);
+    ::close(file.file);
+  }
+}
+
+bool SpareFiles::put(File file) {
+  const std::lock_guard lock(mutex_);
+  if (process_ != ::getpid() || bytes_ + file.bytes > kSpareBytes) return false;
+  bytes_ += file.bytes;
+  files_.push_back(std::move(file));
+  return true;
+}
+
+std::optional<SpareFiles::File> SpareFiles::take(const std::string& name, std::size_t bytes) {
+  const std::lock_guard lock(mutex_);
+  if (process_ != ::getpid()) return std::nullopt;
+  const auto found = std::find_if(files_.rbegin(), files_.rend(),
+                                  [&](const File& file) { return file.bytes == bytes && file.name == name; });
+  if (found == files_.rend()) return std::nullopt;
+  File result = std::move(*found);
+  files_.erase(std::next(found).base());
+  bytes_ -= bytes;
+  return result;
+}
+
 Physical::~Physical() {
+  if (charged != nullptr && !imported) *charged -= bytes;
   if (alias != nullptr) {
     if (poison && !imported) fill_with_poison();
+    if (poison && !imported && !exported && spares->put({file_name, bytes, file, alias})) return;
     ::munmap(alias, bytes);
   }
   if (file >= 0) ::close(file);
-  if (charged != nullptr && !imported) *charged -= bytes;
 }
 
 void Physical::fill_with_poison() const {
@@ -98,26 +129,33 @@ CuResult Memory::create_physical(int device, std::size_t bytes, const CuMemAlloc
   char name[96];
   std::snprintf(name, sizeof(name), kFileName, device, properties.flags.gpu_direct_rdma_capable,
                 static_cast<unsigned>(properties.requested_handle_types));
-  const int low = ::memfd_create(name, MFD_CLOEXEC);
-  if (low < 0) return CuResult::kOutOfMemory;
-  const int high = ::fcntl(low, F_DUPFD_CLOEXEC, kFirstFile);
   auto physical = std::make_shared<Physical>();
-  physical->file = high >= 0 ? high : low;
-  if (high >= 0) ::close(low);
-  if (::ftruncate(physical->file, static_cast<off_t>(bytes)) != 0) return CuResult::kOutOfMemory;
-  void* const alias = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, physical->file, 0);
-  if (alias == MAP_FAILED) return CuResult::kOutOfMemory;
-  physical->alias = static_cast<std::byte*>(alias);
+  physical->poison = options_.poison;
+  physical->file_name = name;
+  physical->spares = spares_;
+  if (auto spare = options_.poison ? spares_->take(name, bytes) : std::nullopt; spare.has_value()) {
+    physical->file = spare->file;
+    physical->alias = spare->alias;
+  } else {
+    const int low = ::memfd_create(name, MFD_CLOEXEC);
+    if (low < 0) return CuResult::kOutOfMemory;
+    const int high = ::fcntl(low, F_DUPFD_CLOEXEC, kFirstFile);
+    physical->file = high >= 0 ? high : low;
+    if (high >= 0) ::close(low);
+    if (::ftruncate(physical->file, static_cast<off_t>(bytes)) != 0) return CuResult::kOutOfMemory;
+    void* const alias = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, physical->file, 0);
+    if (alias == MAP_FAILED) return CuResult::kOutOfMemory;
+    physical->alias = static_cast<std::byte*>(alias);
+    if (options_.poison) std::memset(alias, kPoison, bytes);
+  }
   physical->bytes = bytes;
   physical->device = device;
   physical->properties = properties;
   physical->id = next_physical_id_++;
-  physical->poison = options_.poison;
   physical->charged = &charged;
   charged += bytes;
   peak_charged_ =
       std::max(peak_charged_, std::accumulate(charged_.begin(), charged_.end(), std::uint64_t{0}));
-  if (options_.poison) physical->fill_with_poison();
   *result = std::move(physical);
   return CuResult::kSuccess;
 }

@@ -8,11 +8,16 @@
 // Threads: guarded by the driver's mutex, except that bytes are moved through aliases without it.
 #pragma once
 
+#include <sys/types.h>
+#include <unistd.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <map>
 #include <memory>
+#include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -23,6 +28,29 @@ namespace forebay::fake_cuda {
 using Address = std::uintptr_t;
 
 constexpr std::size_t kPageBytes = 4096;
+
+// Files of the fake with their aliases whose memory went and is poisoned: making one takes the kernel longer
+// than all the rest of an allocation. Files that another process may have, and those of a process that made
+// this one by fork, are not among them. Threads: any.
+class SpareFiles {
+ public:
+  struct File {
+    std::string name;
+    std::size_t bytes = 0;
+    int file = -1;
+    std::byte* alias = nullptr;
+  };
+  ~SpareFiles();
+  // Takes the file, if there is room for it.
+  bool put(File file);
+  std::optional<File> take(const std::string& name, std::size_t bytes);
+
+ private:
+  std::mutex mutex_;
+  std::vector<File> files_;
+  std::size_t bytes_ = 0;
+  pid_t process_ = ::getpid();
+};
 
 // The memory behind a chunk or an allocation. Shared by its handle, its mappings and the operations that use
 // it now.
@@ -35,9 +63,12 @@ struct Physical {
   int file = -1;
   std::byte* alias = nullptr;
   CuMemAllocationProp properties{};
-  std::uint64_t id = 0;              // Never reused: CU_POINTER_ATTRIBUTE_BUFFER_ID.
-  bool imported = false;             // From another process, which is charged for it.
-  bool poison = false;               // When it goes.
+  std::uint64_t id = 0;   // Never reused: CU_POINTER_ATTRIBUTE_BUFFER_ID.
+  bool imported = false;  // From another process, which is charged for it.
+  bool poison = false;    // When it goes.
+  bool exported = false;  // Another process may have it.
+  std::string file_name;
+  std::shared_ptr<SpareFiles> spares;
   std::uint64_t* charged = nullptr;  // The device's account.
 };
 using PhysicalPtr = std::shared_ptr<Physical>;
@@ -138,6 +169,7 @@ class Memory {
   std::map<Address, Mapping> mappings_;
   std::map<CuMemHandle, Chunk> chunks_;
   std::uint64_t next_physical_id_ = 1;
+  std::shared_ptr<SpareFiles> spares_ = std::make_shared<SpareFiles>();
   int protection_key_ = -1;
   bool windows_ = false;
   int open_windows_ = 0;

@@ -52,24 +52,27 @@ MarkPtr Scheduler::queue(const StreamPtr& stream, Operation operation) {
   if (stream->queue.size() == 1) {
     busy_.insert(stream);
     hold(*stream);
+    wake();
   }
-  wake();
   return mark;
 }
 
 void Scheduler::wait(Lock& lock, const MarkPtr& mark) {
   if (mark == nullptr || mark->done) return;
   release_held();
+  mark->is_awaited = true;
   progress_->wait(lock, [&] { return mark->done; });
 }
 
 void Scheduler::wait_running(Lock& lock,
                              const std::function<bool(const Stream&, const Operation&)>& matches) {
+  ++waiting_for_any_;
   progress_->wait(lock, [&] {
     return std::none_of(busy_.begin(), busy_.end(), [&](const StreamPtr& stream) {
       return stream->running && matches(*stream, stream->queue.front());
     });
   });
+  --waiting_for_any_;
 }
 
 void Scheduler::release_held() {
@@ -78,9 +81,11 @@ void Scheduler::release_held() {
   wake();
 }
 
-// One more executor hears of it, or is made. Executors that find nothing to do go back to waiting.
+// One more executor hears of it, or is made, if there is something for it. It wakes the next in its turn.
 void Scheduler::wake() {
   if (busy_.size() == running_) return;
+  if (std::none_of(busy_.begin(), busy_.end(), [&](const StreamPtr& stream) { return may_begin(*stream); }))
+    return;
   if (threads_ > running_) {
     work_->notify_one();
   } else if (threads_ < kExecutorLimit) {
@@ -102,11 +107,13 @@ void Scheduler::hold(Stream& stream) {
 
 void Scheduler::wait_for_room(Lock& lock, const Context& context) {
   if (queue_limit_ == 0) return;
+  ++waiting_for_any_;
   progress_->wait(lock, [&] {
     return std::none_of(busy_.begin(), busy_.end(), [&](const StreamPtr& stream) {
       return stream->context.get() == &context && stream->queue.size() > queue_limit_;
     });
   });
+  --waiting_for_any_;
 }
 
 bool Scheduler::is_blocked(const Stream& stream) const {
@@ -126,16 +133,20 @@ bool Scheduler::is_blocked(const Stream& stream) const {
   return first.is_host_function && callback_threads_ != 0 && callbacks >= callback_threads_;
 }
 
+bool Scheduler::may_begin(const Stream& stream) const {
+  if (stream.running) return false;
+  const std::vector<MarkPtr>& after = stream.queue.front().after;
+  return std::all_of(after.begin(), after.end(), [](const MarkPtr& mark) { return mark->done; }) &&
+         !is_blocked(stream);
+}
+
 StreamPtr Scheduler::choose(Clock::time_point* until, bool* must_poll) {
   std::vector<StreamPtr> ready;
   *until = Clock::time_point::max();
   *must_poll = false;
   const Clock::time_point now = seeded_ ? Clock::now() : Clock::time_point{};
   for (const StreamPtr& stream : busy_) {
-    if (stream->running) continue;
-    const std::vector<MarkPtr>& after = stream->queue.front().after;
-    if (!std::all_of(after.begin(), after.end(), [](const MarkPtr& mark) { return mark->done; })) continue;
-    if (is_blocked(*stream)) continue;
+    if (!may_begin(*stream)) continue;
     // Work behind a failure is skipped, so it waits for nothing.
     const std::function<bool()>& is_ready = stream->queue.front().ready;
     if (is_ready && stream_failure(*stream) == CuResult::kSuccess && !is_ready()) {
@@ -205,6 +216,7 @@ void Scheduler::run_one(Lock& lock, const StreamPtr& stream) {
   operation.mark->failure = failure;
   operation.mark->time = Clock::now();
   operation.mark->done = true;
+  const bool is_awaited = operation.mark->is_awaited || waiting_for_any_ > 0;
   stream->queue.pop_front();
   stream->running = false;
   --running_;
@@ -215,8 +227,7 @@ void Scheduler::run_one(Lock& lock, const StreamPtr& stream) {
   } else {
     hold(*stream);
   }
-  wake();
-  progress_->notify_all();
+  if (is_awaited) progress_->notify_all();
 }
 
 }  // namespace forebay::fake_cuda

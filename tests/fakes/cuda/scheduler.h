@@ -32,6 +32,7 @@ using Clock = std::chrono::steady_clock;
 
 struct Mark {
   bool done = false;
+  bool is_awaited = false;                // By a host.
   CuResult failure = CuResult::kSuccess;  // The stream's failure up to here.
   Clock::time_point time;                 // When it was done.
 };
@@ -116,6 +117,8 @@ class Scheduler {
   StreamPtr choose(Clock::time_point* until, bool* must_poll);
   // Whether a hardware queue or the callback threads hold the first operation of the stream back.
   bool is_blocked(const Stream& stream) const;
+  // Whether nothing that an executor does not see itself holds the first operation of a busy stream back.
+  bool may_begin(const Stream& stream) const;
   void run_one(Lock& lock, const StreamPtr& stream);
   void hold(Stream& stream);
   void wake();
@@ -129,7 +132,8 @@ class Scheduler {
   std::uint64_t queued_ = 0;
   std::uint64_t finished_ = 0;
   std::size_t threads_ = 0;
-  std::size_t running_ = 0;  // Threads, and streams, that run an operation.
+  std::size_t running_ = 0;       // Threads, and streams, that run an operation.
+  unsigned waiting_for_any_ = 0;  // Hosts that look whenever an operation has finished.
   std::uint64_t latency_ns_ = 0;
   std::uint64_t bytes_per_second_ = 0;
   bool seeded_ = false;

@@ -218,6 +218,7 @@ CuResult cuMemExportToShareableHandle(void* shareable, CuMemHandle handle, CuMem
   if (chunk->second.physical->properties.requested_handle_types != type) return CuResult::kInvalidValue;
   const int file = ::fcntl(chunk->second.physical->file, F_DUPFD_CLOEXEC, 0);
   if (file < 0) return CuResult::kOperatingSystem;
+  chunk->second.physical->exported = true;
   *static_cast<int*>(shareable) = file;
   return CuResult::kSuccess;
 }
