@@ -355,17 +355,20 @@ class Handle:
     _destroy = ""
 
     def __init__(self, create: Any, *arguments: Any) -> None:
-        self._handle: Optional[int] = None
-        self._handle = result(create, ctypes.c_void_p, *arguments)
+        self._hold(None)
+        self._hold(result(create, ctypes.c_void_p, *arguments))
         _alive.add(self)
 
-    @property
-    def _as_parameter_(self) -> ctypes.c_void_p:
-        return ctypes.c_void_p(self._handle)  # Null after close(), which the library refuses.
+    def _hold(self, handle: Optional[int]) -> None:
+        self._handle = handle
+        # ctypes reads it. Null after close(), which the library refuses. A property would run in ctypes, which gives a
+        # KeyboardInterrupt that comes there another type.
+        self._as_parameter_ = ctypes.c_void_p(handle)
 
     def close(self) -> None:
         """Gives the handle back. May be called twice."""
-        handle, self._handle = getattr(self, "_handle", None), None
+        handle = getattr(self, "_handle", None)
+        self._hold(None)
         if handle is not None:
             getattr(library(), self._destroy)(handle)
 

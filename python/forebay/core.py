@@ -7,13 +7,15 @@ Sizes are bytes and addresses are integers. A stream is 0 (the device's default)
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
 import re
 import subprocess
+import sys
 import tempfile
-from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple, Type, Union
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple, Type, Union
 
 from forebay import _library
 from forebay._library import Error, Handle, InvalidArgument, OutOfMemory, Unavailable, library, report, result
@@ -258,6 +260,30 @@ class _StoreCalls(ctypes.Structure):
             self.REMOVE(guarded(lambda _, name: store.delete_key(name.decode()))))
 
 
+@contextlib.contextmanager
+def _ctrl_c_in_callbacks() -> Iterator[None]:
+    """KeyboardInterrupt that comes in a callback is raised at the end. ctypes would only print it."""
+    came, before = [], sys.unraisablehook
+
+    def hook(found: Any) -> None:
+        if issubclass(found.exc_type, KeyboardInterrupt):
+            came.append(found.exc_value)
+        else:
+            before(found)
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    except Error as error:
+        if came:
+            raise KeyboardInterrupt from error
+        raise
+    finally:
+        sys.unraisablehook = before
+    if came:
+        raise KeyboardInterrupt
+
+
 class Communicator(_Reported):
     """A set of ranks and the operations that they do together; collective.
 
@@ -275,7 +301,7 @@ class Communicator(_Reported):
         self._calls = None if isinstance(store, (str, os.PathLike)) or store is None else _StoreCalls(store)
         options["store"] = (prefix or None) if self._calls is not None else store
         calls = None if self._calls is None else ctypes.addressof(self._calls)
-        with Options(**options) as given:
+        with Options(**options) as given, _ctrl_c_in_callbacks():
             super().__init__(library().communicator_create, device, given, calls, nccl)
         self._read_rank()
 

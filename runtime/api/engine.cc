@@ -204,9 +204,11 @@ struct StepNumber {
   std::uint64_t (Engine::*value)() const;
 };
 // Numbers that do not wait.
-constexpr StepNumber kStepNumbers[] = {{"attempted_steps", &Engine::attempted_steps},
-                                       {"applied_steps", &Engine::applied_steps},
-                                       {"committed_step", &Engine::committed_step}};
+constexpr StepNumber kStepNumbers[] = {
+    {"attempted_steps", &Engine::attempted_steps},     {"applied_steps", &Engine::applied_steps},
+    {"committed_step", &Engine::committed_step},       {"open_steps", &Engine::open_steps},
+    {"begun_micro_steps", &Engine::begun_micro_steps}, {"open_evaluations", &Engine::open_evaluations},
+    {"open_acquisitions", &Engine::open_leases}};
 
 // The names of forebay_hyperparameter(), and their places.
 struct WholeStepValue {

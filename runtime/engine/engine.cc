@@ -560,6 +560,29 @@ std::uint64_t Engine::attempted_steps() const {
 std::uint64_t Engine::applied_steps() const {
   return impl_->applied_steps;
 }
+std::uint64_t Engine::open_steps() const {
+  switch (impl_->phase) {
+    case Impl::Phase::kStep:
+    case Impl::Phase::kBackward:
+      return 1;
+    case Impl::Phase::kForward:
+      return impl_->after_evaluation == Impl::Phase::kIdle ? 0 : 1;
+    default:
+      return 0;
+  }
+}
+std::uint64_t Engine::begun_micro_steps() const {
+  if (open_steps() == 0) return 0;
+  const bool in_forward = impl_->phase == Impl::Phase::kForward && !impl_->after_evaluation;
+  return static_cast<std::uint64_t>((impl_->recorded() ? impl_->micro_step : impl_->forward_count) +
+                                    (in_forward ? 1 : 0));
+}
+std::uint64_t Engine::open_evaluations() const {
+  return impl_->after_evaluation && impl_->phase == Impl::Phase::kForward ? 1 : 0;
+}
+std::uint64_t Engine::open_leases() const {
+  return impl_->leases.size();
+}
 std::uint64_t Engine::committed_step() const {
   return impl_->attempted_steps;
 }

@@ -176,6 +176,57 @@ TEST(CApiEngine, AnOverflowIsASkippedStep) {
   EXPECT_EQ(c::get<std::uint64_t>(forebay_engine_number, one.engine, "statistics.applied_steps"), 0u);
 }
 
+// A caller whose exception came between a call and its note of it asks these.
+TEST(CApiEngine, NumbersTellHowFarAPassHasCome) {
+  for (const char* const order : {"strict", "recorded"}) {
+    One one(c::Options{{"micro-steps", "2"}, {"stage", "3"}, {"order-of-units", order}});
+    one.describe();
+    ASSERT_OK(forebay_engine_commit(one.engine));
+    // Steps, evaluations, micro-steps, acquisitions.
+    const auto is = [&](std::uint64_t steps, std::uint64_t evaluations, std::uint64_t micro_steps,
+                        std::uint64_t acquisitions) {
+      const auto number = [&](const char* name) {
+        return c::get<std::uint64_t>(forebay_engine_number, one.engine, name);
+      };
+      EXPECT_EQ(number("open_steps"), steps) << order;
+      EXPECT_EQ(number("open_evaluations"), evaluations) << order;
+      EXPECT_EQ(number("begun_micro_steps"), micro_steps) << order;
+      EXPECT_EQ(number("open_acquisitions"), acquisitions) << order;
+    };
+    is(0, 0, 0, 0);
+    c::call(forebay_evaluation_begin, one.engine);
+    is(0, 1, 0, 0);
+    for (const std::int32_t unit : {one.first, one.second}) {
+      const c::Lease lease(one.engine, unit, c::Pass::kForward, nullptr);
+      is(0, 1, 0, 1);
+    }
+    c::call(forebay_evaluation_end, one.engine);
+    is(0, 0, 0, 0);
+    c::call(forebay_step_begin, one.engine);
+    is(1, 0, 0, 0);
+    for (std::int32_t k = 0; k < 2; ++k) {
+      const auto begun = static_cast<std::uint64_t>(k + 1);
+      c::call(forebay_micro_step_begin, one.engine, k);
+      is(1, 0, begun, 0);
+      for (const std::int32_t unit : {one.first, one.second}) {
+        const c::Lease lease(one.engine, unit, c::Pass::kForward, nullptr);
+        is(1, 0, begun, 1);
+      }
+      is(1, 0, begun, 0);
+      for (const std::int32_t unit : {one.second, one.first}) {
+        const c::Lease lease(one.engine, unit, c::Pass::kBackward, nullptr);
+        is(1, 0, begun, 1);
+        c::call(forebay_stream_synchronize, one.device, nullptr);
+        const auto gradient = lease.gradient<float>(0);
+        if (k == 0) std::fill_n(gradient.address, unit == one.first ? 256 : 32, 1.0f);
+      }
+      is(1, 0, begun, 0);
+    }
+    c::step(one.engine);
+    is(0, 0, 0, 0);
+  }
+}
+
 TEST(CApiEngine, TheStatisticsHoldThePlannedBytes) {
   One one(c::Options{{"stage", "3"}, {"offload", "optimizer"}});
   one.commit();

@@ -144,6 +144,17 @@ class OneRank(unittest.TestCase):
             results.append([loss.item(), *[p.grad.sum().item() for p in model.parameters()]])
         self.assertEqual(*results)
 
+    def test_each_pass_says_why_there_is_no_place(self):
+        model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+        with forebay.offload_activations(model, tier="nvme:/proc/no-such-directory", least_bytes=256):
+            model(torch.ones(32, 64)).sum().backward()
+            said = []
+            for _ in range(2):
+                with self.assertRaisesRegex(forebay.Error, "/proc/no-such-directory") as caught:
+                    model(torch.ones(32, 64))
+                said.append(str(caught.exception))
+            self.assertEqual(said[0], said[1])
+
     def test_an_interrupted_forward_pass(self):
         class Interrupted(nn.Module):
             def __init__(self):

@@ -178,6 +178,11 @@ class FakeEngine:
                 ctypes.memset(p.shown.address, 0xFF, p.shown.size)
                 p.shown.protect(NONE)
 
+    def number(self, name):
+        return {"open_steps": int(self.in_step), "begun_micro_steps": self.micro_step + 1 if self.in_step else 0,
+                "open_evaluations": int(self.evaluating),
+                "open_acquisitions": sum(len(unit.leases) for unit in self.units)}[name]
+
     def norm(self):
         return float(torch.linalg.vector_norm(torch.stack(
             [torch.linalg.vector_norm(p.sum) for p in self.all() if not p.frozen])))

@@ -82,6 +82,15 @@ class Store(unittest.TestCase):
         calls.remove(None, b"other")
         self.assertEqual(store.texts, {"name": b"new"})
 
+    def test_ctrl_c_while_ranks_meet(self):
+        """Python raises it in the callback that comes next, of which ctypes only prints exceptions."""
+        class Waits(Texts):
+            def check(self, names):
+                raise KeyboardInterrupt
+
+        with core.Device("host") as device, self.assertRaises(KeyboardInterrupt):
+            core.Communicator(device, Waits(), rank=0, size=2, join_deadline=20000)
+
     def test_a_store_that_raises_does_not_work(self):
         calls = core._StoreCalls(object())
         for function in (calls.set, calls.set_if_absent):

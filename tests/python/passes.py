@@ -18,6 +18,34 @@ def plain_adamw(model, **options):
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], **{"lr": 1e-2, **options})
 
 
+class Interrupted:
+    """An engine of which one call raises KeyboardInterrupt, before or after its work, as a signal handler does."""
+
+    CALLS = ("acquire", "release", "gradient", "evaluation_begin", "evaluation_end", "step_begin", "micro_step_begin", "norm", "step",
+             "abandon")
+
+    def __init__(self, engine, after):
+        self.engine, self.after = engine, after
+        self.left = 0  # The call that raises, counted from the next; 0: none.
+        self.made = []
+
+    def __getattr__(self, name):
+        function = getattr(self.engine, name)
+        if name not in self.CALLS:
+            return function
+
+        def call(*arguments):
+            self.left -= 1
+            if self.left == 0 and not self.after:
+                raise KeyboardInterrupt
+            result = function(*arguments)
+            self.made.append(name)
+            if self.left == 0:
+                raise KeyboardInterrupt
+            return result
+        return call
+
+
 class Passes:
     """A mixin."""
 
@@ -150,6 +178,62 @@ class Passes:
             optimizer.zero_grad()
             return loss.item()
         self.compare(body, steps=4)
+
+    def test_a_keyboard_interrupt_at_any_call_of_the_engine(self):
+        def body(model, optimizer, step):
+            with torch.no_grad():
+                evaluated = model(*models.batch(step, 1)).item()
+            loss = model(*models.batch(step, 0))
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item()
+            optimizer.step()
+            optimizer.zero_grad()
+            return evaluated, loss.item(), norm
+
+        for after in (False, True):
+            plain, model = models.make(layers=1), models.make(layers=1)
+            both = ((model, self.adamw(model)), (plain, plain_adamw(plain)))
+            seen = [[body(one, optimizer, step) for step in range(2)] for one, optimizer in both]
+            engine = model._forebay.engine = Interrupted(model._forebay.engine, after)
+            at = 0
+            while engine.left <= 0:  # Else the pass has no more calls.
+                at += 1
+                with self.subTest(after=after, call=at):
+                    engine.left, engine.made = at, []
+                    try:
+                        body(*both[0], at)
+                    except KeyboardInterrupt:
+                        both[0][1].zero_grad()
+                    if "step" in engine.made:
+                        body(*both[1], at)
+                    if engine.left <= 0:
+                        if at % 2:  # An evaluation does not end the interrupted pass.
+                            with torch.no_grad():
+                                model(*models.batch(0, 2))
+                        for results, (one, optimizer) in zip(seen, both):
+                            results.append(body(one, optimizer, 100 + at))
+                        if at % 3 == 0:
+                            self.assertTrue(torch.isfinite(model.state_dict()["head.weight"]).all())
+                self.same(seen[0][-1], seen[1][-1])
+            engine.left = 0
+            self.assertGreater(at, 30)
+            for name, value in plain.state_dict().items():
+                self.same_weights(model.state_dict()[name], value)
+
+    def test_a_gradient_that_is_not_finite_is_skipped_when_it_is_clipped(self):
+        for bad in (float("inf"), float("nan")):
+            plain, model = models.make(layers=1), models.make(layers=1)
+            for one, optimizer in ((model, self.adamw(model)), (plain, plain_adamw(plain))):
+                for step in range(4):
+                    loss = one(*models.batch(step, 0)) * (bad if step == 1 else 1)
+                    loss.backward()
+                    norm = torch.nn.utils.clip_grad_norm_(one.parameters(), 0.5)
+                    self.assertEqual(bool(torch.isfinite(norm)), step != 1)
+                    if one is model or step != 1:
+                        optimizer.step()
+                    optimizer.zero_grad()
+            for name, value in plain.state_dict().items():
+                self.same_weights(model.state_dict()[name], value)
 
     def test_a_scaler_of_gradients(self):
         def body(model, optimizer, step):

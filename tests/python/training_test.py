@@ -642,6 +642,8 @@ class OneRank(unittest.TestCase):
             {"shape": [2**62, 2**62]}, {"shape": [0, -5], "data_offsets": [0, 0]}, {"data_offsets": None},
             {"data_offsets": [0]}, {"data_offsets": [0, "4"]}, {"data_offsets": [4, 0]}, {"data_offsets": [0, 2**70]},
             {"shape": [0] + [2**40] * 3, "data_offsets": [0, 0]})]
+        twice = json.dumps(one).encode()
+        headers.append(b'{"norm.weight": %s, "norm.weight": %s}' % (twice, twice))
         model = forebay.shard(models.make(), stage=2)
         forebay.AdamW(model)
         with tempfile.TemporaryDirectory() as directory:

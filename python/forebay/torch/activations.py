@@ -174,13 +174,13 @@ class ActivationOffload:
 
     def _commit(self) -> None:
         communicator = self._communicator()
-        self.checkpointer = core.Checkpointer(self.copier, communicator, activation_tier=self.tier,
-                                              activation_micro_batches=self.passes, **self.options)
+        made = core.Checkpointer(self.copier, communicator, activation_tier=self.tier,
+                                 activation_micro_batches=self.passes, **self.options)
         shared = self._shared(communicator)
         for slot, (size, is_shared) in enumerate(zip(self.sizes, shared)):
-            self.checkpointer.declare(0, slot, size, activation_placement="partition+spill",
-                                      activation_shared=is_shared)
-        self.checkpointer.commit()
+            made.declare(0, slot, size, activation_placement="partition+spill", activation_shared=is_shared)
+        made.commit()
+        self.checkpointer = made  # Not before: the next pass tries again, and says the same.
 
     def _communicator(self) -> core.Communicator:
         if self.group is None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 import weakref
-from typing import TYPE_CHECKING, Any, Dict, List, Tuple
+from typing import TYPE_CHECKING, Any, Dict, List, Optional, Tuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
@@ -17,25 +18,72 @@ if TYPE_CHECKING:
     from forebay.torch.sharded import Sharded
 
 
-class Guard(TorchDispatchMode):
+class _Mode(TorchDispatchMode):
+    """Shows every operator of this thread to the guards that check. One for all of them: each mode costs every operator
+    20 us, and torch calls one within the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.guards: Dict["Guard", None] = {}
+        self.entered = False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch's wrapper loads torch._dynamo; __torch_dispatch__() has its own.
+
+    def add(self, guard: "Guard") -> None:
+        self.guards[guard] = None
+        if not self.entered:
+            self.entered = True
+            self.__enter__()
+
+    def remove(self, guard: "Guard") -> None:
+        """The mode stays entered below one that was entered later, and then shows nothing."""
+        self.guards.pop(guard, None)
+        if not self.guards and self.entered and _get_current_dispatch_mode() is self:
+            self.entered = False
+            self.__exit__(None, None, None)
+
+    @uncompiled
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.guards and not (_is_view(func) or _reads_no_values(func) or _copies_to_itself(func, args)):
+            written = _written(func, args, kwargs or {})
+            tensors = [t for t in tree_leaves((args, kwargs))
+                       if isinstance(t, torch.Tensor) and type(t).__name__ != "Gradient"
+                       and t.layout == torch.strided and not t.is_meta]
+            for guard in list(self.guards):
+                owner = guard.owner()
+                if owner is None:  # The model is gone.
+                    self.guards.pop(guard, None)
+                    continue
+                for t in tensors:
+                    guard.check(owner, func, t, any(t is one for one in written))
+        return func(*args, **(kwargs or {}))
+
+
+class _Modes(threading.local):
+    def __init__(self) -> None:
+        self.mode = _Mode()
+
+
+_modes = _Modes()
+
+
+class Guard:
     """Checks the arguments of every operator: from the making of the optimizer to the end of the second step, in the
     first evaluation, or always. It costs some 10 us an operator."""
 
     STEPS = 2  # Reads between the first step and the second are found, as those of averages of weights.
 
     def __init__(self, owner: "Sharded", always: bool) -> None:
-        super().__init__()
-        self.owner = weakref.ref(owner)  # A guard that stays entered keeps no model alive.
+        self.owner = weakref.ref(owner)  # A guard that checks keeps no model alive.
         self.always, self.first, self.first_evaluation = always, True, True
         self.steps = 0
-        self.entered = self.in_evaluation = self.checks = False
+        self.in_evaluation = False
+        self.mode: Optional[_Mode] = None  # While it checks.
         self.places: Dict[int, Tuple[str, List[int]]] = {}
         for p, places in owner.places.items():
             self.places[p.untyped_storage().data_ptr()] = (owner.names[p], [unit for unit, _ in places])
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # torch's wrapper loads torch._dynamo; __torch_dispatch__() has its own.
 
     def is_needed(self) -> bool:
         """Whether some pass is still to be checked."""
@@ -52,7 +100,7 @@ class Guard(TorchDispatchMode):
             self.leave()  # Not within a forward pass, which may be compiled.
 
     def begin_evaluation(self) -> None:
-        if (self.first_evaluation or self.always) and not self.checks:
+        if (self.first_evaluation or self.always) and self.mode is None:
             self.in_evaluation = True
             self.enter()
 
@@ -63,33 +111,17 @@ class Guard(TorchDispatchMode):
                 self.leave()
 
     def enter(self) -> None:
-        self.checks = True
-        if not self.entered:
-            self.entered = True
-            self.__enter__()
+        if self.mode is None:
+            self.mode = _modes.mode
+            self.mode.add(self)
 
     def leave(self) -> None:
-        """Ends the checks. The guard stays entered, without checks, below a mode that was entered later."""
-        self.checks = False
-        top = _get_current_dispatch_mode()
-        while isinstance(top, Guard) and not top.checks:
-            top.entered = False
-            top.__exit__(None, None, None)
-            top = _get_current_dispatch_mode()
-
-    @uncompiled
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        owner = self.owner() if self.checks else None
-        if owner is not None and not (_is_view(func) or _reads_no_values(func) or _copies_to_itself(func, args)):
-            written = _written(func, args, kwargs or {})
-            for t in tree_leaves((args, kwargs)):
-                if isinstance(t, torch.Tensor) and type(t).__name__ != "Gradient":
-                    self.check(owner, func, t, any(t is one for one in written))
-        return func(*args, **(kwargs or {}))
+        """Ends the checks."""
+        mode, self.mode = self.mode, None
+        if mode is not None:
+            mode.remove(self)
 
     def check(self, owner: "Sharded", func: Any, t: torch.Tensor, is_written: bool) -> None:
-        if t.layout != torch.strided or t.is_meta:
-            return
         name, indices = self.places.get(t.untyped_storage().data_ptr(), ("", []))
         units = [owner.units[i] for i in indices]
         if not units:

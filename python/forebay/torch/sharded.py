@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import datetime
 import itertools
+import math
 import os
 import sys
 import warnings
 import weakref
 import zlib
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Set, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Set, Tuple, Union
 
 import torch
 from torch import nn
@@ -215,6 +217,9 @@ class Sharded:
                                   "before shard()")
         self.device = torch.device(options.get("device") or next(iter(devices), "cpu"))
         self.engine: Optional[core.Engine] = None
+        # A call into the engine that has not been noted here: of a unit, or True. See catch_up().
+        self.calling: Union[Unit, bool, None] = None
+        self.readers = 0  # Blocks of gathered() and the like that are open.
         self.units: List[Unit] = [Unit(self, i, plan) for i, plan in enumerate(self.plans)]
         self.places: Dict[nn.Parameter, List[Tuple[int, int]]] = {}
         self.views: Dict[Tuple[nn.Parameter, int], torch.Tensor] = {}
@@ -273,6 +278,7 @@ class Sharded:
         if self.engine is None:
             with torch.inference_mode(False), torch.no_grad():
                 self._commit(groups, rule or self.options.get("optimizer", "adamw"))
+        self.catch_up()
 
     def _commit(self, groups: Optional[Sequence[Dict[str, Any]]], rule: str) -> None:
         self.groups = {p: i for i, group in enumerate(groups or ()) for p in group["params"]}
@@ -375,7 +381,8 @@ class Sharded:
 
     @uncompiled
     def before_model(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if self.depth and self.depth > calls_on_stack(module) - 1:
+        self.catch_up()
+        if self.is_interrupted(lambda: calls_on_stack(module) - 1):
             self.end_interrupted()
         self.depth += 1
         if self.depth == 1:
@@ -400,14 +407,40 @@ class Sharded:
         if self.depth == 0 and self.guard is not None:
             self.guard.end_evaluation()
 
+    # --- after KeyboardInterrupt, or another exception of a signal handler ---
+
+    def catch_up(self) -> None:
+        """Follows the engine where the exception came before a call was noted here."""
+        if self.calling is None:
+            return
+        number = self.engine.number
+        if isinstance(self.calling, Unit):
+            self.calling.held += number("open_acquisitions") - sum(unit.held for unit in self.units)
+        is_open, begun = bool(number("open_steps")), number("begun_micro_steps")
+        known = self.micro_step + 1 if self.in_step else 0
+        if self.in_step and not is_open:
+            self.forget_step()
+        if is_open and (begun != known or not self.in_step):
+            self.backward_over = begun < known or begun == 0  # The next pass begins a micro-step.
+            self.micro_step = begun - 1
+        self.in_step = is_open
+        self.evaluating = bool(number("open_evaluations"))
+        self.calling = None
+
+    def is_interrupted(self, calls: Callable[[], int]) -> bool:
+        """Whether a forward pass of the model did not come to its end. `calls`: those of the model that are on the stack."""
+        if self.depth:
+            return self.depth > calls()
+        return not self.readers and not self.tasks and any(unit.held for unit in self.units) and calls() == 0
+
     def end_interrupted(self) -> None:
-        """Ends forward passes that KeyboardInterrupt ended: torch calls no hook then."""
+        """Ends forward passes that the exception ended: torch calls no hook then."""
         self.depth = 0
         for unit in self.units:
-            for call in unit.frames:
-                if call is not None:
-                    self.release(unit)
+            while unit.held:
+                self.release(unit)
             unit.frames.clear()
+            unit.in_backward = False
 
     def make_resident(self, unit: Unit) -> bool:
         """Gathers a unit now, and from now on for the whole pass of the model. False outside of a forward pass."""
@@ -422,15 +455,19 @@ class Sharded:
     # --- acquiring and releasing ---
 
     def acquire(self, unit: Unit, backward: bool) -> None:
+        self.calling = unit
         self.engine.acquire(unit.index, backward, self.stream())
         unit.held += 1
+        self.calling = None
         if backward and unit.is_read_by_others:
             self.acquire(unit, backward=False)
 
     def release(self, unit: Unit) -> None:
         if unit.held:
+            self.calling = unit
             unit.held -= 1
             self.engine.release(unit.index, self.stream())
+            self.calling = None
 
     def acquire_forward(self, unit: Unit, counted: Optional[bool] = None) -> None:
         """Acquires a unit for a forward pass: of the step with gradients, else of an evaluation."""
@@ -444,8 +481,10 @@ class Sharded:
             elif self.in_step and not self.backward_over:
                 counted = True  # A forward pass without gradients between a forward and its backward pass.
             elif not self.evaluating:
+                self.calling = True
                 self.engine.evaluation_begin()
                 self.evaluating = True
+                self.calling = None
         unit.forwards += counted
         self.acquire(unit, backward=False)
 
@@ -454,9 +493,7 @@ class Sharded:
 
         True if it opened a micro-step.
         """
-        if self.evaluating:
-            self.engine.evaluation_end()
-            self.evaluating = False
+        self.end_evaluation()
         if self.in_step and not self.backward_over:
             return False
         if self.in_step and (self.gradients_were_cleared() or not self.stand_ins
@@ -468,6 +505,8 @@ class Sharded:
         if not self.in_step:
             self.freeze()
             self.guard.begin_step()
+        self.calling = True
+        if not self.in_step:
             self.engine.step_begin()
             self.in_step, self.micro_step = True, -1
         self.micro_step += 1
@@ -475,6 +514,7 @@ class Sharded:
         for unit in self.units:
             unit.forwards = 0
         self.engine.micro_step_begin(self.micro_step)
+        self.calling = None
         return True
 
     def freezing(self) -> List[nn.Parameter]:
@@ -513,6 +553,7 @@ class Sharded:
 
     def recover(self) -> None:
         """A backward pass ended by an exception: its acquisitions end."""
+        self.catch_up()
         self.tasks.clear()
         for unit in self.units:
             unit.frames = [call for call in unit.frames if call is not None]
@@ -614,10 +655,10 @@ class Sharded:
         """Updates all parameters; None where there was no backward pass. Collective."""
         self.refuse_writing()
         self.commit(groups)
-        if self.depth:
-            self.end_interrupted()
         if self.tasks:
             self.recover()
+        if self.is_interrupted(lambda: 0):
+            self.end_interrupted()
         if not self.in_step or not self.has_gradients:
             if any(p.grad is not None and p.grad is not gradient for p, gradient in self.stand_ins.items()):
                 raise Unsupported("the program set gradients itself, as after torch.autograd.grad(); gradients of a sharded "
@@ -630,12 +671,17 @@ class Sharded:
         if self.adds_to_last:  # And nothing has cleared them since.
             self.warn_once("optimizer.zero_grad() was not called after optimizer.step(); plain torch would add the "
                            "gradients of the last step to these, and forebay does not")
-        factors = {gradient.factor for gradient in self.stand_ins.values()}
+        # Each NaN differs from each other, so a text stands for it.
+        factors = {gradient.factor if gradient.factor == gradient.factor else "nan" for gradient in self.stand_ins.values()}
         if len(factors) > 1:
             raise Unsupported("some gradients were scaled by other factors than the rest; scale or clip all of them "
                               "together")
         self.end_evaluation()
-        factor = factors.pop()
+        factor = float(factors.pop())
+        if not math.isfinite(factor):
+            if math.isfinite(self.gradient_norm()):
+                raise InvalidArgument(f"the gradients were scaled by {factor}, and their norm is finite; scale them by a number")
+            factor = 1.0  # As clip_grad_norm_() scales where a gradient is not finite. The engine skips the step.
         self.engine.hyperparameter("gradient-factor", factor)
         self.engine.hyperparameter("clip", self.clip)
         for i, group in enumerate(groups):
@@ -651,6 +697,7 @@ class Sharded:
                 values["beta1"] = group["momentum"]
             for name, value in values.items():
                 self.engine.hyperparameter(name, float(value), i)
+        self.calling = True
         try:
             result = self.engine.step()
         except InvalidArgument as error:
@@ -660,6 +707,7 @@ class Sharded:
                                   f"{', '.join(self.switched[:4]) or 'no parameter'} before this step") from error
         self.in_step = self.has_gradients = False
         self.stepped = True
+        self.calling = None
         self.norm = result.grad_norm / factor if factor else None  # The norm before clip_grad_norm_().
         self.guard.end_step()
         return result
@@ -671,14 +719,21 @@ class Sharded:
 
     def end_evaluation(self) -> None:
         if self.evaluating:
+            self.calling = True
             self.engine.evaluation_end()
             self.evaluating = False
+            self.calling = None
 
     def abandon(self) -> None:
         """Drops the gradients of this step. Collective."""
         self.end_evaluation()
         if self.in_step:
+            self.calling = True
             self.engine.abandon(self.micro_step + 1)
+        self.forget_step()
+        self.calling = None
+
+    def forget_step(self) -> None:
         for unit in self.units:
             unit.calls.clear()
             unit.held, unit.in_backward, unit.forwards = 0, False, 0
@@ -691,7 +746,7 @@ class Sharded:
         """Makes sure that no step is open. Errors: InvalidArgument while gradients wait for the optimizer."""
         self.refuse_writing()
         self.commit()
-        if self.depth and calls_on_stack(self.model) == 0:
+        if self.is_interrupted(lambda: calls_on_stack(self.model)):
             self.end_interrupted()
         self.end_evaluation()
         if self.in_step and self.has_gradients and not self.gradients_were_cleared():
@@ -708,7 +763,10 @@ class Sharded:
     def reading(self, units: Sequence[Unit]) -> Iterator[None]:
         """The values of these units are valid within. Collective."""
         self.commit()
+        if self.is_interrupted(lambda: calls_on_stack(self.model)):
+            self.end_interrupted()
         taken: List[Unit] = []
+        self.readers += 1
         try:
             with torch.no_grad():
                 for unit in units:
@@ -717,6 +775,7 @@ class Sharded:
                         taken.append(unit)
             yield
         finally:
+            self.readers -= 1
             for unit in reversed(taken):
                 self.release(unit)
 
@@ -754,7 +813,9 @@ def _communicator(device: core.Device, store: Any, options: Dict[str, Any]) -> c
         rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
         store = torch.distributed.distributed_c10d._get_default_store() if size > 1 else None
     elif store is None and size > 1:
-        store = next(torch.distributed.rendezvous("env://"))[0]
+        with core.Options(**options) as given:
+            patience = int(given.get("join-deadline")) or int(given.get("deadline"))
+        store = next(torch.distributed.rendezvous("env://", timeout=datetime.timedelta(milliseconds=patience)))[0]
     _meetings += 1
     return core.Communicator(device, store if size > 1 else None, prefix=f"forebay/{_meetings}/",
                              **{**options, "rank": rank, "size": size})

@@ -242,6 +242,14 @@ def read_safetensors(path: Path) -> Iterator[Tuple[str, torch.Tensor]]:
     def refuse(finding: str) -> InvalidArgument:
         return InvalidArgument(f"{path} is no whole safetensors file: {finding}; export or download it again")
 
+    def unique(pairs: List[Tuple[str, Any]]) -> Dict[str, Any]:
+        found: Dict[str, Any] = {}
+        for name, value in pairs:
+            if name in found:
+                raise refuse(f"its header has {_shown(name)} twice")
+            found[name] = value
+        return found
+
     with open(path, "rb", opener=_open_file) as file:
         facts = os.fstat(file.fileno())
         size = facts.st_size
@@ -253,7 +261,9 @@ def read_safetensors(path: Path) -> Iterator[Tuple[str, torch.Tensor]]:
         if length > _HEADER_BYTES_MAX:
             raise refuse(f"its header has {length} bytes, and at most {_HEADER_BYTES_MAX} are read")
         try:
-            entries = json.loads(file.read(length))
+            entries = json.loads(file.read(length), object_pairs_hook=unique)
+        except InvalidArgument:
+            raise
         except (ValueError, RecursionError):
             raise refuse("its header is not JSON") from None
         memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)

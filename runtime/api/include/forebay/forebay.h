@@ -589,8 +589,10 @@ FOREBAY_API int32_t forebay_engine_report(forebay_engine* engine, const char** j
 
 /* A number of forebay_engine_report() by its path, the names of nested objects with dots between them:
  * "plan.bytes.parameters", "statistics.peak.parameters". Numbers in arrays have no path.
- * These do not wait: "attempted_steps", "applied_steps", "committed_step".
- * Errors: FOREBAY_INVALID_ARGUMENT with the nearest name. */
+ * These do not wait: "attempted_steps", "applied_steps", "committed_step"; and, for a caller that an
+ * exception may have kept from noting it, "open_steps" and "open_evaluations" (1 between their begin and end,
+ * else 0), "begun_micro_steps" (of the open step) and "open_acquisitions". Errors: FOREBAY_INVALID_ARGUMENT
+ * with the nearest name. */
 FOREBAY_API int32_t forebay_engine_number(forebay_engine* engine, const char* name, uint64_t* value);
 
 /* Waits for all queued work; then gives everything back once no other handle uses the engine. Streams that

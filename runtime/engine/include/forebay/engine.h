@@ -529,6 +529,13 @@ class Engine {
   // Steps so far; applied_steps() leaves out the skipped ones.
   std::uint64_t attempted_steps() const;
   std::uint64_t applied_steps() const;
+  // How far the calls of a pass have come, for a caller that an exception may have kept from noting it: 1
+  // from step_begin() to step() or abandon(), and the micro-steps begun in between; 1 from evaluation_begin()
+  // to evaluation_end(); the leases that are alive. 0 else.
+  std::uint64_t open_steps() const;
+  std::uint64_t begun_micro_steps() const;
+  std::uint64_t open_evaluations() const;
+  std::uint64_t open_leases() const;
 
   // --- after a failure too ---
 
