@@ -455,6 +455,14 @@ class OneRank(unittest.TestCase):
         with self.assertRaisesRegex(forebay.InvalidArgument, "has max_norm"):
             forebay.shard(torch.nn.Embedding(4, 2, max_norm=1.0))
 
+    def test_parameters_that_share_elements_are_refused(self):
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        model[1].weight = torch.nn.Parameter(model[0].weight[1:3].detach())
+        with self.assertRaisesRegex(forebay.Unsupported, r"0\.weight and 1\.weight share elements"):
+            forebay.shard(model)
+        model[1].weight = torch.nn.Parameter(model[0].weight[1:3].detach().clone())
+        forebay.shard(model)
+
     def test_parameters_that_no_optimizer_updates_are_left_out(self):
         for extra in (torch.nn.Parameter(torch.empty(0)), torch.nn.Parameter(torch.arange(3), requires_grad=False)):
             for in_group in (False, True):
