@@ -3,12 +3,14 @@
 #include <dirent.h>
 #include <fcntl.h>
 #include <pthread.h>
+#include <signal.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <array>
 #include <cerrno>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <ctime>
 #include <filesystem>
@@ -42,9 +44,10 @@ constexpr std::uint64_t kMostHolderBytes = 512;
               "saved state " + shown_path(path) + " is damaged: " + finding + "; load another saved state");
 }
 
-int opened_at(int directory, const std::string& name, const std::string& path, int flags) {
+int opened_at(int directory, const std::string& name, const std::string& path, int flags,
+              mode_t mode = 0644) {
   // Without O_NONBLOCK, a named pipe would wait for its other end.
-  const int number = ::openat(directory, name.c_str(), flags | O_CLOEXEC | O_NONBLOCK, 0644);
+  const int number = ::openat(directory, name.c_str(), flags | O_CLOEXEC | O_NONBLOCK, mode);
   if (number < 0) io_error("open", path);
   return number;
 }
@@ -52,6 +55,51 @@ int opened_at(int directory, const std::string& name, const std::string& path, i
 std::string host_name() {
   std::array<char, 256> name{};
   return ::gethostname(name.data(), name.size() - 1) == 0 ? name.data() : "an unknown host";
+}
+
+// The process that a lock's text names, if it is of this host; otherwise 0.
+pid_t process_of_this_host(const std::string& holder) {
+  const char* const word = "process ";
+  if (!holder.starts_with(word)) return 0;
+  const std::size_t end = holder.find(" on " + host_name() + ",");
+  const std::string number = holder.substr(std::strlen(word), end - std::strlen(word));
+  const bool is_number = !number.empty() && number.find_first_not_of("0123456789") == std::string::npos;
+  return end == std::string::npos || !is_number ? 0 : static_cast<pid_t>(std::atol(number.c_str()));
+}
+
+// Whether another process has the lock that its text does not name: a job writes its own name, and takes a
+// write lock.
+bool is_lock_of_another(int file, const std::string& holder) {
+  struct flock found {};
+  found.l_type = F_WRLCK;
+  found.l_whence = SEEK_SET;
+  if (::fcntl(file, F_OFD_GETLK, &found) == 0 && found.l_type == F_RDLCK) return true;
+  const pid_t process = process_of_this_host(holder);
+  return process != 0 && (process == ::getpid() || (::kill(process, 0) != 0 && errno == ESRCH));
+}
+
+[[noreturn]] void refuse_locked(int file, const std::string& directory, const std::string& path,
+                                const std::string& holder) {
+  const std::string cannot = "cannot save in " + shown_path(directory) + ": ";
+  if (is_lock_of_another(file, holder)) {
+    throw Error(
+        StatusCode::kUnavailable,
+        cannot + "a process that is not named holds a lock on " + shown_path(path) +
+            (holder.empty() ? "" : ", which was written last by " + holder) +
+            "; lslocks shows the processes that hold locks: end that one, or give this job a directory "
+            "of its own");
+  }
+  throw Error(StatusCode::kUnavailable, cannot + "another job saves its state there" +
+                                            (holder.empty() ? "" : " (" + holder + ")") +
+                                            "; give this job a directory of its own, or end the other one");
+}
+
+// A user who can open the file can hold a lock on it. Earlier versions made it for all users to read.
+void keep_from_others(int file) {
+  struct stat facts {};
+  const bool is_wide = ::fstat(file, &facts) == 0 && S_ISREG(facts.st_mode) && (facts.st_mode & 0077) != 0;
+  // A file system may have no modes.
+  if (is_wide && facts.st_uid == ::geteuid()) static_cast<void>(::fchmod(file, 0600));
 }
 
 std::string present_time() {
@@ -249,7 +297,9 @@ StateLock::StateLock(const StateDirectory& directory, bool saves) : saves_(saves
   }
 
   const std::string path = directory.path() + "/" + kLockName;
-  Descriptor file(opened_at(directory.descriptor_.number(), kLockName, path, O_RDWR | O_CREAT | O_NOFOLLOW));
+  Descriptor file(
+      opened_at(directory.descriptor_.number(), kLockName, path, O_RDWR | O_CREAT | O_NOFOLLOW, 0600));
+  keep_from_others(file.number());
   struct flock lock {};
   lock.l_type = F_WRLCK;
   lock.l_whence = SEEK_SET;
@@ -261,10 +311,7 @@ StateLock::StateLock(const StateDirectory& directory, bool saves) : saves_(saves
     }
     std::string holder = directory.read(kLockName, kMostHolderBytes);
     std::erase_if(holder, [](char c) { return c < ' ' || c > '~'; });
-    throw Error(StatusCode::kUnavailable, "cannot save in " + directory.path() +
-                                              ": another job saves its state there" +
-                                              (holder.empty() ? "" : " (" + holder + ")") +
-                                              "; give this job a directory of its own, or end the other one");
+    refuse_locked(file.number(), directory.path(), path, holder);
   }
   const std::string text =
       "process " + std::to_string(::getpid()) + " on " + host_name() + ", since " + present_time() + "\n";

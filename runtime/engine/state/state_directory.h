@@ -68,7 +68,7 @@ class StateDirectory {
 class StateLock {
  public:
   // `saves`: for a save, which another engine of this process must not disturb. Errors: kUnavailable that
-  // names the holder. Where the file system has no locks, a warning is logged.
+  // names the holder, as far as it is a job. Where the file system has no locks, a warning is logged.
   explicit StateLock(const StateDirectory& directory, bool saves = false);
   StateLock(const StateLock&) = delete;
   StateLock& operator=(const StateLock&) = delete;

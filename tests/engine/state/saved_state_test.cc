@@ -217,6 +217,79 @@ TEST_F(SavedStateFiles, AnotherJobIsToldWhoSavesThere) {
   EXPECT_EQ(load(directory_), 2U);
 }
 
+mode_t mode_of(const std::string& path) {
+  struct stat facts {};
+  return ::stat(path.c_str(), &facts) == 0 ? facts.st_mode & 07777 : 0;
+}
+
+// A lock that no forebay job took, of a descriptor of its own.
+int lock_of_another_program(const std::string& path, short type) {
+  const int file = ::open(path.c_str(), type == F_RDLCK ? O_RDONLY : O_RDWR);
+  struct flock lock {};
+  lock.l_type = type;
+  lock.l_whence = SEEK_SET;
+  EXPECT_EQ(::fcntl(file, F_OFD_SETLK, &lock), 0);
+  return file;
+}
+
+TEST_F(SavedStateFiles, TheLockIsForItsOwnerAlone) {
+  save(directory_, 1);
+  EXPECT_EQ(mode_of(file(".lock")), 0600U);
+  ASSERT_EQ(::chmod(file(".lock").c_str(), 0666), 0);
+  const StateLock lock{StateDirectory(directory_)};
+  EXPECT_EQ(mode_of(file(".lock")), 0600U) << "an earlier version made it for all to read";
+}
+
+TEST_F(SavedStateFiles, AnotherUserCannotHoldTheLock) {
+  if (::geteuid() != 0) GTEST_SKIP() << "only root can become another user";
+  save(directory_, 1);
+  ASSERT_EQ(::chmod(directory_.c_str(), 0755), 0);
+  Child stranger([&](int out) {
+    constexpr uid_t kNobody = 65534;
+    if (::setgid(kNobody) != 0 || ::setuid(kNobody) != 0) ::_exit(3);
+    if (::access(file("latest").c_str(), R_OK) != 0) return report(out, 1);
+    report(out, ::open(file(".lock").c_str(), O_RDONLY) < 0 ? 2 : 3);
+  });
+  std::uint64_t finding = 0;
+  ASSERT_TRUE(stranger.next(finding));
+  if (finding == 1) GTEST_SKIP() << "another user cannot reach TMPDIR";
+  EXPECT_EQ(finding, 2U) << "it could take a read lock";
+}
+
+TEST_F(SavedStateFiles, ALockOfAnotherProgramIsNotBlamedOnTheLastJob) {
+  const auto refused_under = [&](short type) {
+    const int file_number = lock_of_another_program(file(".lock"), type);
+    const Status status = verdict([&] { save(directory_, 2); });
+    ::close(file_number);
+    EXPECT_EQ(status.code(), StatusCode::kUnavailable);
+    EXPECT_EQ(status.message().find("another job saves"), std::string::npos) << status.message();
+    EXPECT_NE(status.message().find("a process that is not named holds a lock on " + file(".lock")),
+              std::string::npos)
+        << status.message();
+    return status.message();
+  };
+  const auto last = [](pid_t process) {
+    return "written last by process " + std::to_string(process) + " on ";
+  };
+
+  save(directory_, 1);
+  for (const short type : {F_RDLCK, F_WRLCK})
+    EXPECT_NE(refused_under(type).find(last(::getpid())), std::string::npos) << "its own process";
+
+  Child ended([&](int out) {
+    save(directory_, 1);
+    report(out, 1);
+    for (;;) ::pause();
+  });
+  std::uint64_t ready = 0;
+  ASSERT_TRUE(ended.next(ready));
+  const pid_t process = ended.process();
+  EXPECT_NE(refused_under(F_RDLCK).find(last(process)), std::string::npos) << "a job takes no read lock";
+  ended.kill();
+  EXPECT_NE(refused_under(F_WRLCK).find(last(process)), std::string::npos) << "a dead one";
+  save(directory_, 2);
+}
+
 // A trainer that copies its directory opens and closes the lock's file; its children outlive it.
 TEST_F(SavedStateFiles, ALockEndsWithItsProcessAndNotBefore) {
   save(directory_, 1);
