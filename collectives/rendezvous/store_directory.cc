@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "collectives/rendezvous/authentication.h"
+#include "forebay/text.h"
 
 namespace forebay::internal {
 namespace {
@@ -68,16 +69,32 @@ Status check_private(const std::string& path) {
   return {};
 }
 
-// Ok when no other user can replace the contents of `path`: the directory belongs to this user or root, and
-// others cannot write there unless it is sticky, as /tmp is.
+// Ok when no other user can replace the contents of `path`, or lead ranks elsewhere: the directory, and the
+// link where it is one, belongs to this user or root, and others cannot write there unless it is sticky, as
+// /tmp is. Ok when it is not there.
 Status check_parent(const std::string& path) {
+  constexpr char kAdvice[] =
+      "; set XDG_RUNTIME_DIR to a directory of your own, or FOREBAY_STORE to a directory elsewhere";
+  const auto is_trusted = [](const struct stat& facts) {
+    return facts.st_uid == geteuid() || facts.st_uid == 0;
+  };
+  const std::string shown = shown_path(path) + ", the parent of the store directory, ";
   struct stat facts {};
-  if (path.empty() || stat(path.c_str(), &facts) != 0) return {};
-  const bool owned = facts.st_uid == geteuid() || facts.st_uid == 0;
-  const bool closed = (facts.st_mode & (S_IWGRP | S_IWOTH)) == 0 || (facts.st_mode & S_ISVTX) != 0;
-  if (owned && closed) return {};
-  return invalid_argument("other users can replace the contents of ", path,
-                          ", the parent of the store directory; set FOREBAY_STORE to a directory elsewhere");
+  if (path.empty() || lstat(path.c_str(), &facts) != 0) return {};
+  if (S_ISLNK(facts.st_mode) && !is_trusted(facts))
+    return invalid_argument(shown, "is a link of user ", facts.st_uid, ", who can change it", kAdvice);
+  // The checked directory is the one that an open descriptor has.
+  const Descriptor opened(
+      ::open(path.c_str(), O_PATH | O_DIRECTORY | O_CLOEXEC | (S_ISLNK(facts.st_mode) ? 0 : O_NOFOLLOW)));
+  if (!opened.valid() && errno == ENOENT) return {};
+  if (!opened.valid() || fstat(opened.number(), &facts) != 0) {
+    return io_error("cannot look at " + shown_path(path) + ", the parent of the store directory");
+  }
+  if (!is_trusted(facts))
+    return invalid_argument(shown, "belongs to user ", facts.st_uid, ", not to ", geteuid(), kAdvice);
+  if ((facts.st_mode & (S_IWGRP | S_IWOTH)) == 0 || (facts.st_mode & S_ISVTX) != 0) return {};
+  return invalid_argument(shown, "is one that other users can write to, so they can replace its contents",
+                          kAdvice);
 }
 
 }  // namespace
@@ -91,6 +108,8 @@ Result<std::unique_ptr<StoreDirectory>> StoreDirectory::open(const std::string& 
   bool made = false;
   bool made_parent = false;
   for (int i = 0;; ++i) {
+    // Nothing is made in a directory of another user.
+    FOREBAY_RETURN_IF_ERROR(check_parent(parent));
     if (mkdir(path.c_str(), kMadeMode) == 0) {
       made = true;
       break;

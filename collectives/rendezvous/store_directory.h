@@ -22,8 +22,8 @@ namespace forebay::internal {
 class StoreDirectory final : public RendezvousStore {
  public:
   // Makes the directory (and its parent, one level) with mode 0700 when it is missing.
-  // Errors: kInvalidArgument when it is not a directory, belongs to another user, or is writable by others;
-  // kIoError.
+  // Errors: kInvalidArgument when it is a link or no directory, or when it, or its parent, belongs to another
+  // user or is writable by others; kIoError.
   static Result<std::unique_ptr<StoreDirectory>> open(const std::string& path);
 
   // Takes the lock of `who.rank` for this process. Errors: kInvalidArgument when another process has it. On a

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -281,6 +282,47 @@ TEST(StoreDirectory, ALinkIsCalledOne) {
   std::filesystem::create_directory_symlink(directory.path(), directory / "link");
   const Status status = StoreDirectory::open(directory / "link").status();
   EXPECT_NE(status.message().find("is a link"), std::string::npos) << status.message();
+}
+
+// Another user may come to a directory that all share, such as /tmp, before the ranks do.
+TEST(StoreDirectory, ALinkOfAnotherUserIsNotFollowed) {
+  const testing::TemporaryDirectory directory;
+  const std::string target = directory / "target", link = directory / "link";
+  std::filesystem::create_directory(target);
+  ASSERT_EQ(chmod(target.c_str(), 0700), 0);
+  std::filesystem::create_directory_symlink(target, link);
+  EXPECT_TRUE(StoreDirectory::open(link + "/job").ok()) << "a link of one's own";
+  if (geteuid() != 0) GTEST_SKIP() << "only root can give a link to another user";
+  for (const bool dangles : {false, true}) {
+    if (dangles) std::filesystem::remove(target);
+    ASSERT_EQ(lchown(link.c_str(), 12345, 12345), 0);
+
+    const Status status = StoreDirectory::open(link + "/job").status();
+
+    EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
+    EXPECT_NE(status.message().find(link + ", the parent of the store directory, is a link of user 12345"),
+              std::string::npos)
+        << status.message();
+    EXPECT_TRUE(dangles || std::filesystem::is_empty(target)) << "it was written to";
+  }
+}
+
+TEST(StoreDirectory, AParentOfAnotherUserIsRefusedWithItsOwner) {
+  if (geteuid() != 0) GTEST_SKIP() << "only root can give a directory to another user";
+  const testing::TemporaryDirectory directory;
+  const std::string parent = directory / "parent";
+  std::filesystem::create_directory(parent);
+  ASSERT_EQ(chown(parent.c_str(), 12345, 12345), 0);
+
+  const Status status = StoreDirectory::open(parent + "/job").status();
+
+  EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
+  for (const std::string& part :
+       {parent + ", the parent of the store directory, belongs to user 12345, not to " +
+            std::to_string(geteuid()),
+        std::string("set XDG_RUNTIME_DIR")})
+    EXPECT_NE(status.message().find(part), std::string::npos) << status.message();
+  EXPECT_TRUE(std::filesystem::is_empty(parent)) << "it was written to";
 }
 
 }  // namespace
