@@ -161,6 +161,27 @@ void refuse_saved_state(const std::string& directory) {
                   " holds a saved state already, which import would replace; give another directory");
 }
 
+// Errors: throws kInvalidArgument where an import would replace files of another tool.
+void refuse_source(const StateOptions& options) {
+  namespace fs = std::filesystem;
+  std::error_code error;
+  // A distributed checkpoint may be given by its file.
+  const fs::path given = options.from;
+  const fs::path source = given.filename() == ".metadata" ? given.parent_path() / "." : given;
+  if (fs::equivalent(source, options.directory, error)) {
+    throw Error(StatusCode::kInvalidArgument,
+                shown_path(options.directory) +
+                    " is the directory that the weights come from; give the state another directory");
+  }
+  const std::string latest = options.directory + "/latest";
+  if (fs::exists(fs::symlink_status(latest, error))) {
+    throw Error(StatusCode::kInvalidArgument,
+                shown_path(latest) +
+                    " is there, which import would replace, and it names no saved state; "
+                    "give another directory");
+  }
+}
+
 // A state with the tensors of another tool: its masters, and m, v and step where it has them.
 class Import {
  public:
@@ -249,6 +270,7 @@ int import_weights(const StateOptions& options) {
   if (options.from.empty())
     throw Error(StatusCode::kInvalidArgument, "import needs weights; add --from model.safetensors");
   refuse_saved_state(options.directory);
+  refuse_source(options);
   const std::unique_ptr<TensorSource> source = open_source(options);
   Import import(*source, options);
   if (const std::vector<std::string>& names = source->left_out(); !names.empty()) {

@@ -7,14 +7,18 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
+#include <filesystem>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <optional>
+#include <set>
 #include <string_view>
 #include <utility>
 
 #include "forebay/conversions.h"
 #include "forebay/descriptor.h"
 #include "forebay/error.h"
+#include "forebay/text.h"
 #include "forebay/units.h"
 
 namespace forebay {
@@ -162,6 +166,44 @@ std::string index_text(const std::vector<Shard>& shards, const std::vector<std::
   return dump({{"metadata", {{"total_size", bytes}}}, {"weight_map", places}}, 2) + "\n";
 }
 
+// Names and links may differ, so files and directories are compared by device and inode.
+using FileId = std::pair<dev_t, ino_t>;
+
+// Nothing where `path` is not there.
+std::optional<FileId> id_of(const std::string& path) {
+  struct stat facts {};
+  if (::stat(path.c_str(), &facts) != 0) return std::nullopt;
+  return FileId(facts.st_dev, facts.st_ino);
+}
+
+// Errors: throws kInvalidArgument where a path of `paths` is a file of the states beside `state`, or in the
+// directory of one.
+void refuse_files_of_states(const std::string& state, const std::vector<std::string>& paths) {
+  namespace fs = std::filesystem;
+  const std::string all = state.substr(0, state.rfind('/'));
+  std::error_code error;
+  std::set<FileId> directories, files;
+  for (const std::string& name : saved_state_names(all)) {
+    const std::string directory = all + "/" + name;
+    if (const auto id = id_of(directory)) directories.insert(*id);
+    for (const auto& entry : fs::directory_iterator(directory, error))
+      if (const auto id = id_of(entry.path())) files.insert(*id);
+  }
+  for (const std::string& path : paths) {
+    const std::optional<FileId> there = id_of(path);
+    bool is_of_state = there && files.contains(*there);
+    fs::path above = fs::canonical(fs::absolute(path, error).parent_path(), error);
+    for (; !error && !is_of_state && above.has_relative_path(); above = above.parent_path()) {
+      const std::optional<FileId> directory = id_of(above);
+      is_of_state = directory && directories.contains(*directory);
+    }
+    if (!is_of_state) continue;
+    throw Error(StatusCode::kInvalidArgument, "cannot export to " + shown_path(path) +
+                                                  ": it is a file of the saved states in " + shown_path(all) +
+                                                  ", or in the directory of one; name a file elsewhere");
+  }
+}
+
 // So that a crash after the export does not undo a renaming.
 void sync_directory_of(const std::string& path) {
   const std::size_t end = path.rfind('/');
@@ -187,16 +229,18 @@ std::vector<std::string> export_state(SavedStateReader& state, const StateExport
                                                   " is there, and programs would read it in place of this "
                                                   "export; remove it, or name another file");
   }
+  std::vector<std::string> paths;
+  for (std::size_t i = 0; i < shards.size(); ++i) paths.push_back(shard_path(options.to, i, shards.size()));
+  if (shards.size() > 1) paths.push_back(options.to + kIndexSuffix);
+  refuse_files_of_states(state.facts().path, paths);
   std::uint64_t all = 0;
   for (const Shard& shard : shards) all += shard.bytes;
 
   std::vector<std::unique_ptr<NewFile>> files;
-  std::vector<std::string> paths;
   std::vector<std::uint16_t> narrow;
   std::uint64_t done = 0;
   for (std::size_t i = 0; i < shards.size(); ++i) {
-    paths.push_back(shard_path(options.to, i, shards.size()));
-    NewFile& file = *files.emplace_back(std::make_unique<NewFile>(paths.back()));
+    NewFile& file = *files.emplace_back(std::make_unique<NewFile>(paths[i]));
     write_header(file, shards[i], options.dtype);
     for (const SavedParameter* parameter : shards[i].tensors) {
       const bool average = options.average && parameter->has_average;
@@ -211,7 +255,6 @@ std::vector<std::string> export_state(SavedStateReader& state, const StateExport
   }
   if (shards.size() > 1) {
     const std::string text = index_text(shards, paths);
-    paths.push_back(options.to + kIndexSuffix);
     NewFile& index = *files.emplace_back(std::make_unique<NewFile>(paths.back()));
     index.write(text.data(), text.size());
     index.sync();

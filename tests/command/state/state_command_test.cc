@@ -343,6 +343,59 @@ TEST_F(StateCommand, RefusesAnExportBesideOneOfTheOtherForm) {
   EXPECT_FALSE(fs::exists(root_ + "/m.safetensors.index.json"));
 }
 
+TEST_F(StateCommand, RefusesAnExportOverAFileOfTheStates) {
+  save(2, 2);
+  const std::string older = directory_ + "/step-000000000000", newest = directory_ + "/step-000000000001";
+  const std::string file = newest + "/rank-0-of-3.safetensors";
+  fs::rename(file, root_ + "/kept.safetensors");  // A state may be made of links.
+  fs::create_symlink(root_ + "/kept.safetensors", file);
+  fs::create_hard_link(older + "/rank-1-of-3.safetensors", root_ + "/hard.safetensors");
+  fs::create_symlink(newest + "/rank-2-of-3.safetensors", root_ + "/soft.safetensors");
+  fs::create_directory_symlink(newest, root_ + "/way");
+  fs::create_hard_link(newest + "/manifest.json", root_ + "/index.safetensors.index.json");
+  const auto tree = [&] {
+    std::map<std::string, std::string> texts;
+    for (const auto& entry : fs::recursive_directory_iterator(root_)) {
+      const std::string path = entry.path();
+      if (entry.is_regular_file() && path != root_ + "/out" && path != root_ + "/err")
+        texts[path] = text_of(path);
+    }
+    return texts;
+  };
+  const std::map<std::string, std::string> before = tree();
+  const std::string several = " --max-shard-size 2430";
+  for (const std::string& to :
+       {file, newest + "/new.safetensors", newest + "/new.safetensors" + several, older + "/new.safetensors",
+        root_ + "/way/new.safetensors", directory_ + "/../state/step-000000000001/new.safetensors",
+        root_ + "/kept.safetensors", root_ + "/hard.safetensors", root_ + "/soft.safetensors",
+        root_ + "/index.safetensors" + several}) {
+    EXPECT_EQ(command("export " + directory_ + " --to " + to), 2) << to;
+    EXPECT_NE(err_.find("is a file of the saved states in " + directory_), std::string::npos) << err_;
+    EXPECT_EQ(tree(), before) << to;
+  }
+  EXPECT_EQ(command("export " + directory_ + " --to " + directory_ + "/model.safetensors"), 0) << err_;
+}
+
+TEST_F(StateCommand, RefusesAnImportThatReplacesFilesOfItsSource) {
+  save();
+  const std::string model = root_ + "/model";
+  fs::create_directory(model);
+  ASSERT_EQ(command("export " + directory_ + " --to " + model + "/model.safetensors"), 0) << err_;
+  fs::create_directory_symlink(model, root_ + "/way");
+  for (const std::string& to : {model, root_ + "/way", model + "/../model"}) {
+    EXPECT_EQ(command("import " + to + " --from " + model), 2) << to;
+    EXPECT_NE(err_.find("is the directory that the weights come from"), std::string::npos) << err_;
+  }
+  EXPECT_EQ(std::distance(fs::directory_iterator(model), {}), 1);
+  // DeepSpeed has a file of this name too, above the directory of a checkpoint.
+  const std::string other = root_ + "/other";
+  fs::create_directory(other);
+  std::ofstream(other + "/latest") << "global_step5";
+  EXPECT_EQ(command("import " + other + " --from " + model), 2);
+  EXPECT_NE(err_.find(other + "/latest is there"), std::string::npos) << err_;
+  EXPECT_EQ(text_of(other + "/latest"), "global_step5");
+}
+
 TEST_F(StateCommand, TwoExportsToOneFileLeaveAWholeOne) {
   save();
   const std::string to = root_ + "/m.safetensors";
