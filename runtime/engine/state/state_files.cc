@@ -482,7 +482,22 @@ std::string TensorIndex::text() const {
   return dump(Json{{"metadata", {{"total_size", bytes_}}}, {"weight_map", weight_map_}}, 2) + "\n";
 }
 
-void publish_state(const StateDirectory& directory, const std::string& name, Json manifest, int keep) {
+namespace {
+
+// Refuses to write a file that no reader accepts.
+void check_size(const char* name, std::uint64_t bytes, std::uint64_t most_bytes) {
+  if (bytes <= most_bytes) return;
+  throw Error(
+      StatusCode::kInvalidArgument,
+      "cannot save the state: its " + std::string(name) + " would have " + format_bytes(bytes) +
+          ", and at most " + format_bytes(most_bytes) +
+          " are read; keep large data of the trainer in a file of its own, and its name in the state");
+}
+
+}  // namespace
+
+void publish_state(const StateDirectory& directory, const std::string& name, Json manifest, int keep,
+                   std::uint64_t most_bytes) {
   std::string superseded;
   try {
     superseded = find_state(directory);
@@ -494,9 +509,13 @@ void publish_state(const StateDirectory& directory, const std::string& name, Jso
   manifest["format"] = kFormat;
   const TensorIndex tensors = add_files(temporary, manifest);
   const std::string text = dump(manifest, -1);
-  temporary.write_synced(TensorIndex::kName, tensors.text());
-  temporary.write_synced(
-      kManifest, dump(Json{{"checksum", checksum_of(text.data(), text.size())}, {"manifest", text}}, 1));
+  const std::string index = tensors.text();
+  const std::string envelope =
+      dump(Json{{"checksum", checksum_of(text.data(), text.size())}, {"manifest", text}}, 1);
+  check_size(TensorIndex::kName, index.size(), most_bytes);
+  check_size(kManifest, envelope.size(), most_bytes);
+  temporary.write_synced(TensorIndex::kName, index);
+  temporary.write_synced(kManifest, envelope);
   temporary.sync();
   remove_state(directory, target);  // Nothing names it.
   directory.rename(temporary_state(name), target);

@@ -145,9 +145,9 @@ void check_text(const std::string& trainer_state);
 // Adds to the manifest the files of the temporary state and the places of all elements in them, writes it,
 // gives the state its name, and lets `latest` name it; then removes the state before it; with `keep` above 1,
 // the earlier states but for the newest `keep` - 1. Requires: the manifest has "ranks".
-// Errors: throws kIoError, kCorruption; kInvalidArgument if the manifest is not UTF-8, if two ranks saved the
-// same elements or no rank did.
+// Errors: throws kIoError, kCorruption; kInvalidArgument if the manifest is not UTF-8 or has more than
+// `most_bytes`, if two ranks saved the same elements or no rank did. Then the states before it stay.
 void publish_state(const StateDirectory& directory, const std::string& name, nlohmann::json manifest,
-                   int keep = 1);
+                   int keep = 1, std::uint64_t most_bytes = kMostIndexBytes);
 
 }  // namespace forebay::internal

@@ -84,10 +84,8 @@ float value_of(std::uint64_t step, std::size_t index) {
   return static_cast<float>(step) + static_cast<float>(index) / kValues;
 }
 
-// Saves a state of one parameter, as an engine does.
-void save(const std::string& directory, std::uint64_t step, int keep = 1) {
-  const StateDirectory files = StateDirectory::make(directory);
-  const StateLock lock(files);
+// Writes the file of a state of one parameter, as an engine does. Returns the name of the state.
+std::string begin_state(const StateDirectory& files, std::uint64_t step) {
   const std::string name = internal::state_name(step);
   const std::string temporary = internal::temporary_state(name);
   files.remove(temporary);
@@ -99,7 +97,13 @@ void save(const std::string& directory, std::uint64_t step, int keep = 1) {
   for (std::size_t i = 0; i < kValues; ++i) values[i] = value_of(step, i);
   file.write(values);
   file.finish();
-  internal::publish_state(files, name, {{"step", step}, {"ranks", 1}}, keep);
+  return name;
+}
+
+void save(const std::string& directory, std::uint64_t step, int keep = 1) {
+  const StateDirectory files = StateDirectory::make(directory);
+  const StateLock lock(files);
+  internal::publish_state(files, begin_state(files, step), {{"step", step}, {"ranks", 1}}, keep);
 }
 
 // The step of the state that would be loaded, all of it read. Errors: throws Error.
@@ -347,6 +351,24 @@ TEST_F(SavedStateFiles, TheIndexesOfAStateCountItsBytes) {
   });
   EXPECT_NE(status.message().find("its header does not describe all of it"), std::string::npos)
       << status.message();
+}
+
+// A text is escaped in the manifest, and the manifest in its file: a quote takes four bytes.
+TEST_F(SavedStateFiles, AManifestThatCannotBeReadIsNotPublished) {
+  save(directory_, 1);
+  const StateDirectory files(directory_);
+  const std::string name = begin_state(files, 2);
+  const nlohmann::json manifest = {{"step", 2}, {"ranks", 1}, {"trainer_state", std::string(2000, '"')}};
+
+  const Status status = verdict([&] { internal::publish_state(files, name, manifest, 1, 8000); });
+
+  EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
+  for (const char* const part : {"7.81 KiB", "keep large data of the trainer in a file of its own"})
+    EXPECT_NE(status.message().find(part), std::string::npos) << status.message();
+  EXPECT_EQ(load(directory_), 1U);
+  EXPECT_FALSE(fs::exists(file(name)));
+  internal::publish_state(files, name, manifest, 1, 16000);
+  EXPECT_EQ(load(directory_), 2U);
 }
 
 TEST_F(SavedStateFiles, AStateOfMoreRanksOrElementsThanThereAreIsRefused) {
