@@ -18,6 +18,7 @@
 
 #include "forebay/standard_streams.h"
 #include "forebay/stream_copy.h"
+#include "forebay/text.h"
 #include "forebay/units.h"
 #include "offload/io_engine.h"
 #include "offload/say_once.h"
@@ -709,7 +710,7 @@ Result<std::unique_ptr<Store>> make_file_store(const FileStoreOptions& wanted, c
   for (const std::string& directory : options.directories) {
     FOREBAY_ASSIGN_OR_RETURN(auto file, ScratchFile::create(directory, {.direct = options.direct}));
     alignment_bytes = std::max(alignment_bytes, file.alignment_bytes());
-    if (!file.direct()) buffered += (buffered.empty() ? "'" : ", '") + directory + "'";
+    if (!file.direct()) buffered += (buffered.empty() ? "'" : ", '") + shown_path(directory) + "'";
     descriptors.push_back(file.descriptor());
     files.push_back(std::move(file));
   }

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "forebay/log.h"
+#include "forebay/text.h"
 #include "forebay/units.h"
 
 namespace forebay::internal {
@@ -96,7 +97,7 @@ std::string errno_text(int error) {
 Result<ScratchFile> ScratchFile::create(const std::string& directory, const ScratchFileOptions& options) {
   struct stat facts {};
   if (::stat(directory.c_str(), &facts) != 0 || !S_ISDIR(facts.st_mode)) {
-    return Status(StatusCode::kInvalidArgument, "cannot keep scratch files in '" + directory +
+    return Status(StatusCode::kInvalidArgument, "cannot keep scratch files in '" + shown_path(directory) +
                                                     "': it is not a directory; make it, or name another");
   }
   Opened opened;
@@ -119,7 +120,7 @@ Result<ScratchFile> ScratchFile::create(const std::string& directory, const Scra
   }
   if (!direct) opened = open_either(directory, 0, options.unnamed);
   if (opened.descriptor < 0) {
-    return Status(StatusCode::kIoError, "cannot make a scratch file in '" + directory +
+    return Status(StatusCode::kIoError, "cannot make a scratch file in '" + shown_path(directory) +
                                             "': " + errno_text(opened.error) +
                                             "; see that the directory is writable, or name another");
   }

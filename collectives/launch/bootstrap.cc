@@ -41,7 +41,7 @@ Status read_number(const Variables& variables, const char* name, int* value) {
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
   if (error != std::errc() || end != text.data() + text.size() || number < 0) {
     return invalid_argument(
-        name, " is \"", text,
+        name, " is \"", shown_value(text),
         "\", which is not a whole number of at least 0; look at the launcher that set it");
   }
   *value = number;
@@ -172,8 +172,8 @@ Status choose_store(const Variables& variables, const Job& job, LaunchEnvironmen
   if (const auto given = find(variables, "FOREBAY_STORE")) {
     if (const std::size_t scheme = given->find("://");
         scheme != std::string::npos && !given->starts_with("tcp://") && !given->starts_with("pmix://")) {
-      return invalid_argument("FOREBAY_STORE is ", *given, ", but ranks cannot meet over ",
-                              given->substr(0, scheme),
+      return invalid_argument("FOREBAY_STORE is ", shown_path(*given), ", but ranks cannot meet over ",
+                              shown_value(given->substr(0, scheme)),
                               "; set it to tcp://HOST:PORT or to a directory that every rank sees");
     }
     environment->store = *given;

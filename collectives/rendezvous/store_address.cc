@@ -15,6 +15,7 @@
 #include <cstring>
 
 #include "collectives/rendezvous/store_messages.h"
+#include "forebay/text.h"
 
 namespace forebay::internal {
 namespace {
@@ -37,30 +38,31 @@ Result<std::string> check_secret(const std::string& given, const std::string& so
 }
 
 Result<std::string> read_secret_file(const std::string& path) {
+  const std::string shown = shown_path(path);
   // Non-blocking, because a pipe of that name would wait for a writer.
   const Descriptor file(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
   struct stat facts {};
   if (!file.valid() || fstat(file.number(), &facts) != 0) {
-    return invalid_argument("cannot read the secret in ", path, ": ", std::strerror(errno), "; ",
+    return invalid_argument("cannot read the secret in ", shown, ": ", std::strerror(errno), "; ",
                             kMakeSecret);
   }
   if (!S_ISREG(facts.st_mode))
-    return invalid_argument("the secret ", path, " is no regular file; ", kMakeSecret);
+    return invalid_argument("the secret ", shown, " is no regular file; ", kMakeSecret);
   if (facts.st_uid != geteuid()) {
-    return invalid_argument("the secret ", path, " belongs to user ", facts.st_uid, ", not to ", geteuid(),
+    return invalid_argument("the secret ", shown, " belongs to user ", facts.st_uid, ", not to ", geteuid(),
                             "; ", kMakeSecret);
   }
   if ((facts.st_mode & (S_IRWXG | S_IRWXO)) != 0) {
-    return invalid_argument("other users can get at the secret in ", path, "; run chmod 600 on it, and ",
+    return invalid_argument("other users can get at the secret in ", shown, "; run chmod 600 on it, and ",
                             kMakeSecret, " if they may have read it");
   }
   std::string content(kSecretBytesMax + 2, '\0');
   const ssize_t count = read(file.number(), content.data(), content.size());
   if (count < 0)
-    return invalid_argument("cannot read the secret in ", path, ": ", std::strerror(errno), "; ",
+    return invalid_argument("cannot read the secret in ", shown, ": ", std::strerror(errno), "; ",
                             kMakeSecret);
   content.resize(static_cast<std::size_t>(count));
-  return check_secret(content, path);
+  return check_secret(content, shown);
 }
 
 bool is_wildcard(const SocketAddress& address) {
@@ -101,7 +103,7 @@ bool is_store_address(std::string_view text) {
 
 Result<StoreAddress> parse_store_address(const std::string& text) {
   const Status wrong =
-      invalid_argument("the rendezvous store \"", text.substr(0, 200),
+      invalid_argument("the rendezvous store \"", shown_text(text.substr(0, 200)),
                        "\" is not tcp://HOST:PORT or tcp://HOST:PORT/JOB with a port from 1 to 65535; "
                        "give such an address, or a directory");
   if (!is_store_address(text)) return wrong;

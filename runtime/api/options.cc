@@ -279,7 +279,7 @@ Status unknown(std::string_view name) {
   const std::string nearest =
       name == "ranks" || name == "world-size" ? "size" : nearest_name(name, all_names());
   return {StatusCode::kInvalidArgument,
-          "there is no option " + std::string(name) + "; " +
+          "there is no option " + shown_value(name) + "; " +
               (nearest.empty() ? "forebay_options_report() lists all" : "did you mean " + nearest + "?")};
 }
 
@@ -298,7 +298,8 @@ Status Options::set(std::string_view name, const std::string& value) {
   Options changed = *this;
   const Place place = row->place(changed);
   if (!parse(place, value)) {
-    return {StatusCode::kInvalidArgument, std::string(name) + " is " + value + "; use " + values_of(place)};
+    return {StatusCode::kInvalidArgument,
+            std::string(name) + " is " + shown_value(value) + "; use " + values_of(place)};
   }
   *this = std::move(changed);
   return {};

@@ -183,6 +183,16 @@ TEST(CApiOptions, ThatAreOutOfRangeNameTheAllowedValuesAndChangeNothing) {
     EXPECT_EQ(forebay_options_set(options, "deadline", bad), FOREBAY_INVALID_ARGUMENT) << bad;
 }
 
+TEST(CApiOptions, WithControlCharactersAreSpelledOutInMessages) {
+  c::Options options;
+  const char* const clears = "\x1b[2J";
+  for (const char* const name : {"deadline", "stage", "offload-fraction", "activation-tier", clears}) {
+    EXPECT_EQ(forebay_options_set(options, name, clears), FOREBAY_INVALID_ARGUMENT) << name;
+    EXPECT_EQ(last_error().find('\x1b'), std::string::npos) << last_error();
+    EXPECT_NE(last_error().find("\\x1b[2J"), std::string::npos) << last_error();
+  }
+}
+
 TEST(CApiOptions, ComeFromTheLauncher) {
   setenv("FOREBAY_RANK", "2", 1);
   setenv("FOREBAY_SIZE", "5", 1);

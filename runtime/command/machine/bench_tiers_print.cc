@@ -36,7 +36,8 @@ const char* how_copied(const BenchTiersReport& report) {
 
 std::string directories_text(const FileMeasurement& files) {
   std::string text;
-  for (const DirectoryFacts& one : files.directories) text += (text.empty() ? "" : " + ") + one.path;
+  for (const DirectoryFacts& one : files.directories)
+    text += (text.empty() ? "" : " + ") + shown_path(one.path);
   return text;
 }
 
@@ -56,7 +57,8 @@ std::string facts_text(const DirectoryFacts& facts) {
 
 std::string files_text(const FileMeasurement& files) {
   std::string text = "\nfiles in " + directories_text(files) + "\n";
-  for (const DirectoryFacts& one : files.directories) text += "  " + one.path + ": " + facts_text(one) + "\n";
+  for (const DirectoryFacts& one : files.directories)
+    text += "  " + shown_path(one.path) + ": " + facts_text(one) + "\n";
   const bool in_memory = std::any_of(files.directories.begin(), files.directories.end(),
                                      [](const auto& one) { return one.kind == DirectoryKind::kMemory; });
   text +=

@@ -441,7 +441,11 @@ class ZeroCheckpoint : public TensorSource {
       const std::string name(Pickle::text_of(entries[i]));
       if (name.empty() || known.contains(name)) continue;
       const std::optional<TorchTensor> found = torch.tensor(entries[i + 1]);
-      if (!found || found->count == 0) continue;  // Extra state of a module.
+      if (!found) continue;  // Extra state of a module.
+      if (found->count == 0) {
+        without_elements_.push_back(name);
+        continue;
+      }
       const TorchTensor place = float_tensor(torch, path_of(number), entries[i + 1]);
       StoredTensor stored{{place.count}, {{number, place.at, *place.float_type(), {0}, {place.count}}}};
       add(name, place.shape, true, {std::move(stored), {}, {}});
@@ -477,8 +481,11 @@ class ZeroCheckpoint : public TensorSource {
     }
     for (std::size_t p = 0; p < frozen_.size(); ++p) {
       // Parameters without elements are among the frozen, and have nothing to import.
-      if (stored[p].shape.front() > 0)
+      if (stored[p].shape.front() == 0) {
+        without_elements_.push_back(frozen_[p].first);
+      } else {
         add(frozen_[p].first, frozen_[p].second, true, {std::move(stored[p]), {}, {}});
+      }
     }
   }
 

@@ -397,7 +397,7 @@ class DistributedCheckpoint : public TensorSource {
     const Listed& listed = listed_.at(key);
     const std::optional<std::uint64_t> count = element_count(listed.shape);
     if (!count) refuse("the shape of " + shown_value(key) + " is too large");
-    if (*count == 0) return;
+    if (*count == 0) return without_elements_.push_back(key);
     tensors_.push_back({.name = key, .shape = listed.shape, .count = *count, .frozen = !moments_.empty()});
     stored_.push_back({place(key), {}, {}});
   }

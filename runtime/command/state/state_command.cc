@@ -266,6 +266,15 @@ class Import {
   std::string first_bad_;
 };
 
+void note_left_out(const std::vector<std::string>& names, const std::string& kind) {
+  if (names.empty()) return;
+  const bool is_one = names.size() == 1;
+  complain("forebay state import",
+           "note: " + format_count(names.size(), "tensor") + " " + kind + (is_one ? " is" : " are") +
+               " left out, " + shown_value(names.front()) + (is_one ? "" : " first"),
+           0);
+}
+
 int import_weights(const StateOptions& options) {
   if (options.from.empty())
     throw Error(StatusCode::kInvalidArgument, "import needs weights; add --from model.safetensors");
@@ -273,13 +282,8 @@ int import_weights(const StateOptions& options) {
   refuse_source(options);
   const std::unique_ptr<TensorSource> source = open_source(options);
   Import import(*source, options);
-  if (const std::vector<std::string>& names = source->left_out(); !names.empty()) {
-    complain("forebay state import",
-             "note: " + format_count(names.size(), "tensor") + " of other types than fp32, bf16 and fp16 " +
-                 (names.size() == 1 ? "is" : "are") + " left out, " + shown_value(names.front()) +
-                 (names.size() == 1 ? "" : " first"),
-             0);
-  }
+  note_left_out(source->left_out(), "of other types than fp32, bf16 and fp16");
+  note_left_out(source->without_elements(), "without elements");
   TerminalLine line;
   import.write(options.directory, progress_on(line, "importing"));
   line.show("");

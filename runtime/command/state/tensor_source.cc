@@ -51,7 +51,10 @@ class Safetensors : public TensorSource {
   explicit Safetensors(const std::vector<std::string>& paths) {
     for (const std::string& path : paths) add_file(files_.add(path));
     for (auto& [name, tensor] : by_name_) {
-      if (tensor.count == 0) continue;
+      if (tensor.count == 0) {
+        without_elements_.push_back(name);
+        continue;
+      }
       tensors_.push_back({name, tensor.shape, tensor.count});
       places_.push_back(tensor);
     }

@@ -47,6 +47,11 @@ class TensorSource {
   virtual std::vector<std::string> prefixes() const { return {}; }
   // Tensors that may be weights, of types that are not read.
   virtual const std::vector<std::string>& left_out() const;
+  // Tensors of size 0, which are not among tensors().
+  const std::vector<std::string>& without_elements() const { return without_elements_; }
+
+ protected:
+  std::vector<std::string> without_elements_;
 };
 
 // `path`: a .safetensors file, an index as Hugging Face writes it (.safetensors.index.json), or a directory

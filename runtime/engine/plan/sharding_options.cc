@@ -526,7 +526,7 @@ Status set_option(ShardingOptions& options, std::string_view name, std::string_v
     std::vector<std::string> names;
     for (const OptionRow& known : kTable) names.emplace_back(known.name);
     const std::string nearest = nearest_name(name, names);
-    std::string message = "there is no option " + std::string(name) + "; ";
+    std::string message = "there is no option " + shown_value(name) + "; ";
     if (!nearest.empty()) return refuse(message + "did you mean " + nearest + "?");
     for (const std::string& known : names) message += (known == names.front() ? "use " : ", ") + known;
     return refuse(message);
@@ -535,7 +535,7 @@ Status set_option(ShardingOptions& options, std::string_view name, std::string_v
   if (!parse_value(*row, value, changed)) {
     const bool is_number =
         !value.empty() && value.find_first_not_of("-.0123456789") == std::string_view::npos;
-    return refuse_value(*row, is_number ? std::string(value) : "'" + std::string(value) + "'");
+    return refuse_value(*row, is_number ? std::string(value) : "'" + shown_value(value) + "'");
   }
   if (row->is_memory) {
     const std::string question = size_question(std::string(value).c_str());

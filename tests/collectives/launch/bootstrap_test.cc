@@ -293,6 +293,8 @@ TEST(LaunchEnvironment, SaysWhichVariableIsWrong) {
       {{{"FOREBAY_SIZE", "2"}}, "FOREBAY_RANK is not"},
       {{{"FOREBAY_RANK", "two"}, {"FOREBAY_SIZE", "4"}}, "FOREBAY_RANK is \"two\""},
       {{{"FOREBAY_RANK", "-1"}, {"FOREBAY_SIZE", "4"}}, "FOREBAY_RANK is \"-1\""},
+      {{{"FOREBAY_RANK", "\x1b[2J"}, {"FOREBAY_SIZE", "4"}}, "FOREBAY_RANK is \"\\x1b[2J\""},
+      {{{"FOREBAY_RANK", "0"}, {"FOREBAY_SIZE", "4"}, {"FOREBAY_STORE", "\x1b://h"}}, "is \\x1b://h"},
       {{{"FOREBAY_RANK", "1x"}, {"FOREBAY_SIZE", "4"}}, "FOREBAY_RANK is \"1x\""},
       {{{"FOREBAY_RANK", "4"}, {"FOREBAY_SIZE", "4"}},
        "FOREBAY_RANK is 4, but FOREBAY_SIZE is 4; ranks are 0 to 3"},

@@ -111,6 +111,8 @@ TEST_F(StoreSecret, IsRefusedWhereOthersMayKnowIt) {
   expect_refused("characters");
   setenv("FOREBAY_SECRET_FILE", (directory_ / "none").c_str(), 1);
   expect_refused("No such file");
+  setenv("FOREBAY_SECRET_FILE", (directory_ / "\x1b[2J").c_str(), 1);
+  expect_refused("/\\x1b[2J: No such file");
   setenv("FOREBAY_SECRET_FILE", directory_.path().c_str(), 1);
   expect_refused("no regular file");
   ASSERT_EQ(mkfifo((directory_ / "pipe").c_str(), 0600), 0);

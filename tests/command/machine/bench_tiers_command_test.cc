@@ -456,6 +456,7 @@ TEST(BenchTiersPrint, PlacesThatAreNotKnownAreCalledThat) {
   report.files[0].directories.resize(1);
   report.files[0].directories[0].kind = forebay::DirectoryKind::kDrive;
   report.files[0].directories[0].drives = {{.name = "sda", .rotational = true}};
+  report.files[0].directories[0].path = "/\x1b[2J";
   report.ranks->ranks = report.ranks->host_ranks = 1;
   report.ranks->within_host = report.ranks->between_hosts = {};
   report.model.reset();
@@ -471,8 +472,8 @@ host memory: 6 threads on 1 NUMA node
   triad               21.01 GB/s  (a = b + s * c in fp64, 24 bytes an element)
   AdamW               42.00 GB/s  (1500 million elements/s, 28 bytes each)
 
-files in /b
-  /b: unknown file system on sda (rotational, according to the kernel)
+files in /\x1b[2J
+  /\x1b[2J: unknown file system on sda (rotational, according to the kernel)
   through the page cache: the file system has no O_DIRECT, so rates may be those of memory
   block        depth        read       write
   1.00 MiB         2   2.11 GB/s   2.22 GB/s  chosen

@@ -101,6 +101,7 @@ class CheckpointImport : public ::testing::Test {
     bool is_plain_sgd = false;    // A momentum that is None.
     bool has_short_moments = false;
     bool has_short_frozen = false;
+    bool has_empty_frozen = false;  // In the module, too.
   };
 
   void write_zero(const std::string& directory, const Zero& zero) {
@@ -215,6 +216,10 @@ class CheckpointImport : public ::testing::Test {
     file.tensor(values_of(kGroups[0][0], 0), kGroups[0][0].shape);
     file.text("f");
     file.tensor(zero.stage == 3 ? Values() : frozen, {zero.stage == 3 ? 0 : frozen.size()});
+    if (zero.has_empty_frozen) {
+      file.text("none");
+      file.tensor({}, {0});
+    }
     file.raw("u").text("buffer_names").begin_list().text("seen").end_list();
     file.text("param_shapes").begin_list();
     for (const auto& group : kGroups) {
@@ -513,13 +518,14 @@ TEST_F(CheckpointImport, ReadsEveryStageOfZeroAtAnyNumberOfRanks) {
         if (stage == 3 && padding > 0) continue;
         SCOPED_TRACE("stage " + std::to_string(stage) + ", ranks " + std::to_string(ranks));
         const std::string directory = root_ + "/zero";
-        write_zero(directory, {.stage = stage, .ranks = ranks, .padding = padding});
+        write_zero(directory, {.stage = stage, .ranks = ranks, .padding = padding, .has_empty_frozen = true});
         const std::unique_ptr<TensorSource> source = open_deepspeed(directory, false);
         expect_model(*source, true);
         EXPECT_EQ(source->steps().attempted, 42u);
         EXPECT_EQ(source->steps().applied, 40u);
         EXPECT_EQ(source->optimizer(), "adamw");
         ASSERT_EQ(source->tensors().size(), 4u);  // No buffer, no second name, nothing without elements.
+        EXPECT_EQ(source->without_elements(), std::vector<std::string>{"none"});
         EXPECT_EQ(source->tensors()[3 - (stage < 3 ? 3 : 0)].name, "f");
         for (std::size_t i = 0; i < 4; ++i) {
           if (source->tensors()[i].name != "f") continue;
@@ -1035,11 +1041,13 @@ TEST_F(CheckpointImport, WhatDistributedCheckpointsCannotGiveIsNamed) {
 TEST_F(CheckpointImport, IntegersAmongWeightsAreLeftOut) {
   std::vector<Listed> tensors = model_with_moments();
   tensors.push_back({"model.count", {2}, {{{0}, {2}}}, [](std::uint64_t) { return 1.0f; }, "Long"});
+  tensors.push_back({"model.nothing", {0}, {{{0}, {0}}}, [](std::uint64_t) { return 1.0f; }});
   write_distributed(root_ + "/d", {.tensors = tensors});
   const std::unique_ptr<TensorSource> source = open_distributed(root_ + "/d", false);
   expect_model(*source, true, "model.");
   EXPECT_EQ(source->tensors().size(), 3u);
   EXPECT_TRUE(source->left_out().empty());
+  EXPECT_EQ(source->without_elements(), std::vector<std::string>{"model.nothing"});
 }
 
 // A word that ends as an optimizer's does, a weight with the end of another's name, and a hyperparameter.
