@@ -143,6 +143,22 @@ TEST(Offload, KeepsUnitsThatNobodyUsed) {
   }
 }
 
+// The measurement writes a file of its own to the drive, and leaves nothing behind.
+TEST(Offload, AutoMeasuresTheDriveAndGivesTheBitsOfThePlainLoops) {
+  for (const Offload states : {Offload::kOptimizer, Offload::kOptimizerAndParameters}) {
+    const TemporaryDirectory directory;
+    ToyOptions options = offloaded(3, DataType::kBfloat16, 2);
+    options.engine.offload = states;
+    options.engine.tier = Tier::kFile;
+    options.engine.offload_auto = true;
+    options.engine.offload_directories = {directory / ""};
+
+    expect_same(run_toy(options), reference_toy(options), offload_name(states));
+
+    EXPECT_TRUE(std::filesystem::is_empty(directory / "")) << "a file is left";
+  }
+}
+
 // Units of several pieces, at every place where a piece may end.
 TEST(Offload, PassesUnitsThroughHostMemoryInPieces) {
   // Without master weights the place of an element in its parameter decides how it is rounded.

@@ -216,6 +216,24 @@ TEST(OffloadOverlap, AutoBeatsBothExtremesWhereItCan) {
   }
 }
 
+// The states of an offloaded unit are read from the drive and written back beside its update, so the slower
+// of both counts.
+TEST(OffloadOverlap, AutoCountsTheTimeOfTheDrive) {
+  struct Case {
+    double drive_ms;
+    int device_units;
+  };
+  // An update takes 2 ms on the device and on the host, so each has half of the units. A slower drive moves
+  // units to the device: 2 / (2 + 6) of 12 stay offloaded where both ways of the drive take 6 ms.
+  for (const auto& [drive_ms, device_units] : {Case{0.25, 6}, Case{1, 6}, Case{3, 9}, Case{11, 11}}) {
+    Times times;
+    times.device_update = times.host_update = 2e-3;
+    times.copy = 0.1e-3;
+    times.drive = drive_ms * 1e-3;
+    EXPECT_EQ(run(times, {.automatic = true}).device_units, device_units) << drive_ms << " ms";
+  }
+}
+
 // Reads, updates and writes overlap: a pass takes as long as the slower of drive and update.
 TEST(OffloadOverlap, PassesOverADriveAtItsRateOrTheUpdates) {
   for (const double drive_ms : {0.25, 1.0, 3.0}) {
