@@ -1001,6 +1001,65 @@ TEST_P(CommunicatorConformance, GroupedOperationsOfNothingAreNotIssued) {
   });
 }
 
+// Replicated, the ranks are those of the group; else those of the world.
+TEST_P(CommunicatorConformance, GroupedMessagesAndSplitsAreAmongTheRanksOfTheResult) {
+  if (size() != 4) GTEST_SKIP() << "two groups of two";
+  run([&](Member& member, int rank) {
+    for (const bool replicate : {false, true}) {
+      SCOPED_TRACE(replicate ? "replicated" : "whole");
+      const std::unique_ptr<Communicator> grouped = value_or_throw(
+          create_grouped_communicator(member.communicator(), {.group = 2, .replicate = replicate}));
+      EXPECT_STREQ(grouped->name(), member.communicator().name());
+      const int partner = grouped->size() - 1 - grouped->rank();
+      const int partner_in_world = replicate ? rank ^ 1 : 3 - rank;
+      std::byte* out = member.allocate_filled(64, 0x30 + rank);
+      std::byte* in = member.allocate_filled(64, 0xCB);
+      const auto send = [&] { throw_if_error(grouped->send(out, 64, partner, 7, member.stream())); };
+      if (grouped->rank() < partner) send();
+      throw_if_error(grouped->recv(in, 64, partner, 7, member.stream()));
+      if (grouped->rank() > partner) send();
+      throw_if_error(member.finish());
+      EXPECT_EQ(member.read(in, 64), std::vector<std::byte>(64, std::byte(0x30 + partner_in_world)));
+      EXPECT_FALSE(grouped->send(out, 64, grouped->size(), 7, member.stream()).ok());
+      throw_if_error(grouped->barrier());
+
+      const std::unique_ptr<Communicator> part = value_or_throw(grouped->split(0, -rank));
+      ASSERT_EQ(part->size(), grouped->size());
+      EXPECT_EQ(part->rank(), partner);
+      std::vector<int> all(static_cast<std::size_t>(part->size()));
+      throw_if_error(
+          part->exchange(std::as_bytes(std::span(&rank, 1)), std::as_writable_bytes(std::span(all))));
+      EXPECT_EQ(all, replicate ? (std::vector<int>{rank | 1, rank & ~1}) : (std::vector<int>{3, 2, 1, 0}));
+      throw_if_error(member.communicator().barrier());
+    }
+  });
+}
+
+// A group hears of the other's failure, and of its vote.
+TEST_P(CommunicatorConformance, GroupedFailuresAndVotesAreThoseOfTheWorld) {
+  if (size() != 4) GTEST_SKIP() << "two groups of two";
+  const std::vector<std::byte> decision(16, std::byte{7});
+  for (const bool replicate : {false, true}) {
+    std::barrier together(size());
+    run([&](Member& member, int rank) {
+      const std::unique_ptr<Communicator> grouped = value_or_throw(
+          create_grouped_communicator(member.communicator(), {.group = 2, .replicate = replicate}));
+      EXPECT_TRUE(grouped->status().ok());
+      if (rank == 0) {
+        EXPECT_TRUE(grouped->vote(1, decision).ok());
+      }
+      together.arrive_and_wait();
+      if (rank == 3) grouped->abort(Status(StatusCode::kUnavailable, "given up"));
+      while (member.communicator().status().ok()) std::this_thread::yield();
+      EXPECT_EQ(grouped->status().to_string(), member.communicator().status().to_string());
+      EXPECT_EQ(grouped->vote(1 + (rank == 0), decision).code(), StatusCode::kUnavailable);
+      EXPECT_EQ(grouped->survivors_vote(1), std::optional(decision)) << "rank " << rank;
+      EXPECT_EQ(grouped->survivors_vote(2), std::nullopt) << "rank " << rank;
+      together.arrive_and_wait();
+    });
+  }
+}
+
 TEST_P(CommunicatorConformance, GroupsThatDoNotDivideTheRanksAreRefused) {
   run([&](Member& member, int) {
     for (const int group : {0, size() + 1}) {

@@ -277,6 +277,26 @@ TEST(StoreDirectory, AnEmptiedDirectoryIsNotTakenForAnotherProcess) {
       << met.status().message();
 }
 
+// A card of another process in place of this rank's, though the directory has not told of two processes: a
+// network file system whose locks are not seen on other hosts, say.
+TEST(StoreDirectory, ACardOfAnotherProcessInPlaceOfOnesOwnIsNoticed) {
+  const testing::TemporaryDirectory directory;
+  const std::string path = directory / "store";
+  const std::unique_ptr<StoreDirectory> store = open_as(path, 0);
+  std::thread other([&] {
+    while (!std::filesystem::exists(path + "/rank.0")) std::this_thread::yield();
+    const Card card{{{0, 3, ""}, "version", "host"}, "here", {1, 2, 3}};
+    std::ofstream(path + "/other.card", std::ios::binary) << encode(card);
+    std::filesystem::rename(path + "/other.card", path + "/rank.0");
+  });
+  const Result<Meeting> met = meet(*store, {0, 3, {}}, Clock::now() + 60s, 60s);
+  other.join();
+  EXPECT_EQ(met.status().code(), StatusCode::kInvalidArgument) << met.status().to_string();
+  EXPECT_EQ(met.status().message(),
+            "another process came to " + path +
+                " as rank 0 too; give every process a rank of its own, and every run a store of its own");
+}
+
 TEST(StoreDirectory, ALinkIsCalledOne) {
   const testing::TemporaryDirectory directory;
   std::filesystem::create_directory_symlink(directory.path(), directory / "link");
