@@ -177,6 +177,35 @@ TEST_F(StorePassTest, WaitsWhereTheStoreHasNoRoom) {
   EXPECT_LE(store_->statistics().most_transfers_in_flight, 3u);
 }
 
+// A part has more to write than was read for it, and the store is full of reads for later parts.
+TEST_F(StorePassTest, AWriteWaitsForReadsThatFillTheStore) {
+  for (const std::uint64_t seed : {0, 1, 2}) {
+    make(9, 6, {.transfer_limit = 2, .order_seed = seed});
+    for (StorePassPart& part : parts_) part.fields[1].read = false;
+    for (int pass = 0; pass < 3; ++pass) {
+      const Status status = run(all());
+      ASSERT_TRUE(status.ok()) << status.to_string();
+    }
+    expect_all(0, 3);
+    expect_all(2, 4);
+    EXPECT_EQ(store_->statistics().most_transfers_in_flight, 2u);
+  }
+}
+
+TEST_F(StorePassTest, AFailedReadOfALaterPartEndsAWriteThatWaitsForIt) {
+  make(4, 4,
+       {.transfer_limit = 2, .faults = {{StoreDirection::kRead, 2, Status(StatusCode::kIoError, "bad")}}});
+  for (StorePassPart& part : parts_) part.fields[1].read = false;
+  pass_->begin(all());
+  ASSERT_TRUE(pass_->next().ok());
+
+  const Status status = pass_->done(true);
+
+  EXPECT_EQ(status.code(), StatusCode::kIoError) << status.to_string();
+  EXPECT_NE(status.message().find("bad"), std::string::npos) << status.message();
+  EXPECT_EQ(store_->statistics().written_bytes, 0u);
+}
+
 TEST_F(StorePassTest, SaysWhichReadOrWriteFailed) {
   for (const StoreDirection direction : {StoreDirection::kRead, StoreDirection::kWrite}) {
     for (std::uint64_t nth = 1; nth <= 12; ++nth) {
