@@ -401,6 +401,78 @@ TEST(Engine, RefusesABudgetOneChunkUnderThePlanAndNamesThePoolAndTheOption) {
   });
 }
 
+// The advice for the pool that is largest. Each case makes another one the largest.
+TEST(Engine, NamesTheOptionsThatShrinkTheLargestPool) {
+  struct Case {
+    const char* advice;
+    std::uint64_t unit_count, unit_elements;
+    std::function<void(EngineOptions&)> set;
+    std::uint64_t activation_bytes = 0;
+  };
+  const auto offload = [](int stage, Offload offloaded, DataType type) {
+    return [=](EngineOptions& options) {
+      options.stage = stage;
+      options.offload = offloaded;
+      options.dtype = type;
+    };
+  };
+  constexpr std::uint64_t kWide = 1u << 16;
+  const Case cases[] = {
+      {"optimizer: stage 1, offload optimizer", 8, kWide, offload(0, Offload::kNone, DataType::kFloat32)},
+      {"optimizer: more ranks, offload optimizer", 8, kWide, offload(3, Offload::kNone, DataType::kFloat32)},
+      {"optimizer: more ranks, a larger offload-fraction", 16, kWide,
+       [](EngineOptions& options) {
+         options.stage = 3;
+         options.offload = Offload::kOptimizer;
+         options.offload_fraction = 0.25;
+       }},
+      {"parameters: stage 3, dtype bf16", 8, kWide, offload(2, Offload::kOptimizer, DataType::kFloat32)},
+      {"parameters: stage 3", 8, kWide, offload(2, Offload::kOptimizer, DataType::kBfloat16)},
+      {"parameters: more ranks, offload optimizer+parameters, dtype bf16", 32, kWide,
+       offload(3, Offload::kOptimizer, DataType::kFloat32)},
+      {"gradients: stage 2, a single micro-step", 8, kWide,
+       [](EngineOptions& options) {
+         options.stage = 0;
+         options.offload = Offload::kOptimizer;
+         options.dtype = DataType::kBfloat16;
+         options.micro_steps = 2;
+       }},
+      {"gathered: narrower layers", 1, 16 * kWide,
+       offload(3, Offload::kOptimizerAndParameters, DataType::kFloat32)},
+      {"buckets: a smaller bucket", 2, kWide,
+       [](EngineOptions& options) {
+         options.stage = 2;
+         options.bucket_bytes = 64u << 20;
+       }},
+      {"activations: a smaller batch or sequence, recomputation, activations that are partitioned or "
+       "offloaded",
+       8, kWide, offload(3, Offload::kNone, DataType::kFloat32), 1u << 30},
+  };
+  for (const Case& one : cases) {
+    SCOPED_TRACE(one.advice);
+    run_ranks(2, {}, [&](Rank& rank) {
+      EngineOptions options;
+      options.bucket_bytes = 64u << 10;
+      one.set(options);
+      options.memory_bytes = 64u << 10;
+      Engine engine(*rank.backend, *rank.kernels, *rank.communicator, options);
+      for (std::uint64_t u = 0; u < one.unit_count; ++u)
+        engine.add_parameter(engine.add_unit("u" + std::to_string(u)), "p" + std::to_string(u),
+                             one.unit_elements);
+      engine.declare_activations(one.activation_bytes);
+      try {
+        engine.commit();
+        ADD_FAILURE() << "a budget of one chunk was accepted";
+      } catch (const Error& error) {
+        const std::string refused = error.what();
+        EXPECT_NE(refused.find(std::string("; to shrink ") + one.advice + "; or raise the option memory"),
+                  std::string::npos)
+            << refused;
+      }
+    });
+  }
+}
+
 TEST(Engine, NamesTheOptionAndTheRanksThatDiffer) {
   const auto message_of = [](const std::function<void(int, ToyOptions&)>& change) {
     ToyOptions options = options_for(1, DataType::kBfloat16, 4);
