@@ -149,6 +149,40 @@ TEST_F(ReplayCommand, RefusesOddOptions) {
   EXPECT_EQ(forebay({"replay", directory_ / "none"}).exit_code, 2);
 }
 
+// The fake driver is a device with the chunks of the host backend. One stream, because another one gets a
+// block only after the device's work on it.
+TEST_F(ReplayCommand, ADeviceOfADriverGivesTheFiguresOfTheHost) {
+  const std::string path = write(
+      "small.trace", "a 0 4194304 0\n# warm\na 1 33554432 0\na 2 1048576 0\nf 1\na 3 20971520 0\nf 3\nf 2\n");
+  const Process::Variables driver{{"FOREBAY_LIBCUDA", FOREBAY_FAKE_LIBCUDA}, {"FAKE_CUDA_DEVICES", "2"}};
+  const auto on = [&](const std::string& device) {
+    const Finished run = run_program({FOREBAY_COMMAND, "replay", path, "--device", device, "--memory",
+                                      "64MiB", "--baseline", "--minimum-capacity", "--json"},
+                                     driver);
+    EXPECT_EQ(run.exit_code, 0) << run.output;
+    return run.exit_code == 0 ? Json::parse(run.output).at(0) : Json();
+  };
+  const Json host = on("host");
+  ASSERT_FALSE(host.is_null());
+  for (const char* device : {"cuda", "cuda:0", "cuda:1"}) {
+    const Json cuda = on(device);
+    ASSERT_FALSE(cuda.is_null()) << device;
+    for (const char* key : {"completed", "peak_requested_bytes", "peak_physical_bytes", "fragmentation",
+                            "minimum_capacity_bytes", "driver_calls", "driver_calls_per_pass",
+                            "steady_driver_calls_per_repeat", "malloc_miss_count"})
+      EXPECT_EQ(cuda.at(key), host.at(key)) << device << ": " << key;
+    EXPECT_EQ(cuda.at("baseline").at("peak_physical_bytes"), host.at("baseline").at("peak_physical_bytes"));
+  }
+}
+
+TEST_F(ReplayCommand, NamesTheDeviceThatADriverDoesNotHave) {
+  const std::string path = write("small.trace", kTrace);
+  const Finished run = run_program({FOREBAY_COMMAND, "replay", path, "--device", "cuda:1"},
+                                   {{"FOREBAY_LIBCUDA", FOREBAY_FAKE_LIBCUDA}, {"FAKE_CUDA_DEVICES", "1"}});
+  EXPECT_EQ(run.exit_code, 2);
+  EXPECT_EQ(run.output, "forebay replay: cannot make a backend on cuda:1: there is 1 device; give 0\n");
+}
+
 TEST_F(ReplayCommand, CountsOnePassAsOne) {
   const std::string path = write("small.trace", kTrace);
   const std::string one = forebay({"replay", path, "--repeat", "1"}).output;
