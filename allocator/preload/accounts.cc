@@ -22,11 +22,15 @@ int current_device() {
 // Enters a block in the book and the events.
 void enter(const EventRequest& request, const Arena* arena, DevicePtr address, BlockFacts facts) {
   EventLog* const events = EventLog::of_process();
+  BlockBook& blocks = ProcessArenas::of_process().blocks();
   facts.server = request.server;
-  if (events != nullptr) events->allocated(address, request, arena, &facts);
-  BlockFacts lost;
-  if (ProcessArenas::of_process().blocks().add(address, facts, &lost) && events != nullptr)
-    events->lost(lost);
+  if (events != nullptr) {
+    // The driver reuses addresses without a free: those of a context that was destroyed. The old block leaves
+    // first, because both together would count in the peak.
+    if (BlockFacts lost; blocks.take(address, &lost)) events->lost(lost);
+    events->allocated(address, request, arena, &facts);
+  }
+  blocks.add(address, facts);
 }
 
 }  // namespace

@@ -13,21 +13,18 @@ std::uintptr_t number(DevicePtr address) noexcept {
 
 }  // namespace
 
-bool BlockBook::add(DevicePtr address, const BlockFacts& facts, BlockFacts* lost) {
+void BlockBook::add(DevicePtr address, const BlockFacts& facts) {
   Blocks made;
   made.emplace(address, facts);
   Blocks::node_type node = made.extract(made.begin());
   const std::lock_guard lock(mutex_);
-  // The driver reuses addresses without a free: those of a context that was destroyed.
   const auto known = blocks_.find(address);
-  const bool is_known = known != blocks_.end();
-  if (is_known) {
-    if (lost != nullptr) *lost = known->second;
+  if (known != blocks_.end()) {
     known->second = facts;
   } else {
     blocks_.insert(std::move(node));
   }
-  if (facts.device < 0 || facts.device >= kPreloadDeviceLimit) return is_known;
+  if (facts.device < 0 || facts.device >= kPreloadDeviceLimit) return;
   Range& range = ranges_[facts.device];
   if (facts.device >= range_count_.load(std::memory_order_relaxed)) {
     range_count_.store(facts.device + 1, std::memory_order_relaxed);
@@ -37,7 +34,6 @@ bool BlockBook::add(DevicePtr address, const BlockFacts& facts, BlockFacts* lost
   if (begin < range.begin.load(std::memory_order_relaxed))
     range.begin.store(begin, std::memory_order_relaxed);
   if (end > range.end.load(std::memory_order_relaxed)) range.end.store(end, std::memory_order_relaxed);
-  return is_known;
 }
 
 bool BlockBook::take(DevicePtr address, BlockFacts* facts) {

@@ -40,8 +40,8 @@ class BlockBook {
  public:
   using Blocks = std::map<DevicePtr, BlockFacts>;
 
-  // True if the book still had a block at that address, so that its free was not seen. `lost` receives it.
-  bool add(DevicePtr address, const BlockFacts& facts, BlockFacts* lost = nullptr);
+  // Takes the place of a block at that address whose free was not seen.
+  void add(DevicePtr address, const BlockFacts& facts);
 
   // Removes the block that starts there. False when there is none.
   bool take(DevicePtr address, BlockFacts* facts);

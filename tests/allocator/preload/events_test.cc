@@ -197,6 +197,44 @@ TEST(RunReportOfAProcess, IncludesObservedAllocations) {
   EXPECT_EQ(device.at("peak_reserved_bytes"), 13 * kMiB);
 }
 
+TEST(RunReportOfAProcess, CountsTheChunksOfTheProgramsOwn) {
+  const TemporaryDirectory directory;
+  const std::string report = directory / "report";
+  const Finished run = forebay_run({"--report", report, "--", program("events_program"), "chunk"});
+  EXPECT_EQ(run.exit_code, 0) << run.output;
+  const Json device = only_device(report);
+
+  EXPECT_EQ(device.at("untracked"), Json({{"count", 1}, {"bytes", 6 * kMiB}})) << device.dump(2);
+  EXPECT_EQ(device.at("peak_requested_bytes"), kMiB);
+}
+
+// The program still has the block, so it counts at the peak, and once.
+TEST(RunReportOfAProcess, ABlockStaysWhereTheDriverRefusesItsFree) {
+  const TemporaryDirectory directory;
+  const std::string report = directory / "report";
+  const Finished run =
+      forebay_run({"--observe", "--report", report, "--", program("events_program"), "refused-free"});
+  EXPECT_EQ(run.exit_code, 0) << run.output;
+  const Json device = only_device(report);
+
+  EXPECT_EQ(device.at("peak_requested_bytes"), 12 * kMiB);
+  EXPECT_EQ(device.at("live_requested_bytes"), 4 * kMiB);
+}
+
+// Nobody has freed it, and its address belongs to another one.
+TEST(RunReportOfAProcess, ABlockIsGoneWhereAnotherHasItsAddress) {
+  const TemporaryDirectory directory;
+  const std::string report = directory / "report";
+  const Finished run =
+      forebay_run({"--observe", "--report", report, "--", program("events_program"), "lost"});
+  EXPECT_EQ(run.exit_code, 0) << run.output;
+  const Json device = only_device(report);
+
+  EXPECT_EQ(device.at("peak_requested_bytes"), 8 * kMiB);
+  EXPECT_EQ(device.at("peak_requested_bytes_of_kept_events"), 8 * kMiB);
+  EXPECT_EQ(device.at("live_requested_bytes"), 4 * kMiB);
+}
+
 TEST(RunReportOfAProcess, IsWrittenOnASignalWhileTheCommandGoesOn) {
   const TemporaryDirectory directory;
   const std::string report = directory / "report";

@@ -6,6 +6,9 @@
 //   events_program many COUNT: a block that stays, then COUNT short ones
 //   events_program closes COUNT: the same, and in the middle closes all descriptors but the first three
 //   events_program listen: keeps freed memory, and on SIGHUP asks for more; ends on SIGTERM
+//   events_program chunk: a chunk of the program's own beside a block
+//   events_program refused-free: the driver refuses the free of a block of 8 MiB; then another of 4 MiB
+//   events_program lost: a block of 8 MiB goes with its context; another of 4 MiB gets its address
 //   events_program measure COUNT: the time of an allocation and its free, in nanoseconds
 #include <fcntl.h>
 #include <signal.h>
@@ -127,6 +130,44 @@ int listen(CuStream stream) {
   return 0;
 }
 
+int chunk() {
+  CuMemAllocationProp properties{};
+  properties.type = CuMemAllocationType::kPinned;
+  properties.location = {CuMemLocationType::kDevice, 0};
+  CuMemHandle handle = 0;
+  CuDevicePtr block = 0;
+  CHECK_CU(driver.cuMemAlloc_v2(&block, kMiB));
+  CHECK_CU(driver.cuMemCreate(&handle, 6 * kMiB, &properties, 0));
+  CHECK_CU(driver.cuMemRelease(handle));
+  return 0;
+}
+
+int refused_free() {
+  CuContext context = nullptr;
+  CuDevicePtr block = 0, other = 0;
+  CHECK_CU(driver.cuCtxGetCurrent(&context));
+  CHECK_CU(driver.cuMemAlloc_v2(&block, 8 * kMiB));
+  CHECK_CU(driver.cuCtxSetCurrent(nullptr));
+  CHECK(driver.cuMemFree_v2(block) != CuResult::kSuccess);
+  CHECK_CU(driver.cuCtxSetCurrent(context));
+  CHECK_CU(driver.cuMemAlloc_v2(&other, 4 * kMiB));
+  CHECK_CU(driver.cuMemFree_v2(block));
+  return 0;
+}
+
+int lost() {
+  CuContext context = nullptr, own = nullptr;
+  CuDevicePtr block = 0, other = 0;
+  CHECK_CU(driver.cuCtxGetCurrent(&context));
+  CHECK_CU(driver.cuCtxCreate_v2(&own, 0, 0));
+  CHECK_CU(driver.cuMemAlloc_v2(&block, 8 * kMiB));
+  CHECK_CU(driver.cuCtxDestroy_v2(own));
+  CHECK_CU(driver.cuCtxSetCurrent(context));
+  CHECK_CU(driver.cuMemAlloc_v2(&other, 4 * kMiB));
+  CHECK(other == block);
+  return 0;
+}
+
 double processor_ns() {
   timespec time{};
   ::clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
@@ -160,6 +201,9 @@ int run(const std::string& what, int count) {
   if (what == "closes") return closes(stream, count);
   if (what == "killed-at") return killed_at(stream, count);
   if (what == "listen") return listen(stream);
+  if (what == "chunk") return chunk();
+  if (what == "refused-free") return refused_free();
+  if (what == "lost") return lost();
   if (what == "measure") return measure(stream, count);
   return 2;
 }
