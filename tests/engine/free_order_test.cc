@@ -372,30 +372,46 @@ struct Kept {
   }
 };
 
-TEST(FreeOrderSlots, ASlotIsFreeWhenTheWorkOnEveryStreamOfItsUnitHasEnded) {
-  run_ranks(2, {}, [](Rank& rank) {
+constexpr std::size_t kUnitElements = 2048;
+
+// Four units of one parameter each, whose elements are 1 to 4, and two streams.
+struct FourUnits {
+  explicit FourUnits(Rank& rank)
+      : engine(*rank.backend, *rank.kernels, *rank.communicator, stage3()),
+        slow(value_or_throw(rank.backend->stream_create())),
+        fast(value_or_throw(rank.backend->stream_create())) {
+    for (int u = 0; u < 4; ++u)
+      engine.add_parameter(engine.add_unit("u" + std::to_string(u)), "p" + std::to_string(u), kUnitElements);
+    engine.commit();
+    for (int u = 0; u < 4; ++u)
+      engine.set_parameter({u, 0}, std::vector<float>(kUnitElements, static_cast<float>(u + 1)));
+  }
+  static EngineOptions stage3() {
     EngineOptions options;
     options.stage = 3;
     options.order_of_units = OrderOfUnits::kRecorded;
     options.optional_gradients = true;
-    Engine engine(*rank.backend, *rank.kernels, *rank.communicator, options);
-    constexpr std::size_t kCount = 2048;
-    for (int u = 0; u < 4; ++u)
-      engine.add_parameter(engine.add_unit("u" + std::to_string(u)), "p" + std::to_string(u), kCount);
-    engine.commit();
-    for (int u = 0; u < 4; ++u)
-      engine.set_parameter({u, 0}, std::vector<float>(kCount, static_cast<float>(u + 1)));
-    const Stream slow = value_or_throw(rank.backend->stream_create());
-    const Stream fast = value_or_throw(rank.backend->stream_create());
+    return options;
+  }
+
+  Engine engine;
+  const Stream slow, fast;
+};
+
+TEST(FreeOrderSlots, ASlotIsFreeWhenTheWorkOnEveryStreamOfItsUnitHasEnded) {
+  run_ranks(2, {}, [](Rank& rank) {
+    FourUnits four(rank);
+    auto& [engine, slow, fast] = four;
     Kept gathered;
-    std::vector<float> read(kCount, -1.0f);
+    std::vector<float> read(kUnitElements, -1.0f);
     engine.step_begin();
     engine.micro_step_begin(0);
 
     {
       const Lease lease = engine.forward(0, slow);
       throw_if_error(rank.backend->call_host(slow, &Kept::await, &gathered));
-      throw_if_error(rank.backend->copy_async(read.data(), lease.parameter(0), kCount * sizeof(float), slow));
+      throw_if_error(
+          rank.backend->copy_async(read.data(), lease.parameter(0), kUnitElements * sizeof(float), slow));
     }
     for (int u = 0; u < 4; ++u) static_cast<void>(engine.forward(u, fast));
     throw_if_error(rank.backend->call_host(fast, &Kept::keep, &gathered));
@@ -403,7 +419,7 @@ TEST(FreeOrderSlots, ASlotIsFreeWhenTheWorkOnEveryStreamOfItsUnitHasEnded) {
     static_cast<void>(engine.step({.groups = {{}}}));
 
     for (const Stream stream : {slow, fast}) throw_if_error(rank.backend->stream_synchronize(stream));
-    EXPECT_EQ(read, std::vector<float>(kCount, 1.0f));
+    EXPECT_EQ(read, std::vector<float>(kUnitElements, 1.0f));
     for (const Stream stream : {slow, fast}) throw_if_error(rank.backend->stream_destroy(stream));
   });
 }
@@ -413,21 +429,10 @@ TEST(FreeOrderSlots, ASlotIsFreeWhenTheWorkOnEveryStreamOfItsUnitHasEnded) {
 TEST(FreeOrderSlots, AUnitLeavesItsSpareSlotWhenTheWorkOnItHasEnded) {
   std::promise<void> has_read;
   run_ranks(2, {}, [&](Rank& rank) {
-    EngineOptions options;
-    options.stage = 3;
-    options.order_of_units = OrderOfUnits::kRecorded;
-    options.optional_gradients = true;
-    Engine engine(*rank.backend, *rank.kernels, *rank.communicator, options);
-    constexpr std::size_t kCount = 2048;
-    for (int u = 0; u < 4; ++u)
-      engine.add_parameter(engine.add_unit("u" + std::to_string(u)), "p" + std::to_string(u), kCount);
-    engine.commit();
-    for (int u = 0; u < 4; ++u)
-      engine.set_parameter({u, 0}, std::vector<float>(kCount, static_cast<float>(u + 1)));
-    const Stream slow = value_or_throw(rank.backend->stream_create());
-    const Stream fast = value_or_throw(rank.backend->stream_create());
+    FourUnits four(rank);
+    auto& [engine, slow, fast] = four;
     Kept moved;
-    std::vector<float> read(kCount, -1.0f);
+    std::vector<float> read(kUnitElements, -1.0f);
     engine.step_begin();
     engine.micro_step_begin(0);
 
@@ -436,7 +441,8 @@ TEST(FreeOrderSlots, AUnitLeavesItsSpareSlotWhenTheWorkOnItHasEnded) {
       const Lease holder = engine.forward(0, fast);
       const Lease lease = engine.forward(2, slow);
       if (rank.communicator->rank() == 0) throw_if_error(rank.backend->call_host(slow, &Kept::await, &moved));
-      throw_if_error(rank.backend->copy_async(read.data(), lease.parameter(0), kCount * sizeof(float), slow));
+      throw_if_error(
+          rank.backend->copy_async(read.data(), lease.parameter(0), kUnitElements * sizeof(float), slow));
     }
     static_cast<void>(engine.forward(0, fast));
     if (rank.communicator->rank() == 1) has_read.get_future().wait();
@@ -444,7 +450,7 @@ TEST(FreeOrderSlots, AUnitLeavesItsSpareSlotWhenTheWorkOnItHasEnded) {
     Kept::keep(&moved);
     throw_if_error(rank.backend->stream_synchronize(slow));
     if (rank.communicator->rank() == 0) has_read.set_value();
-    EXPECT_EQ(read, std::vector<float>(kCount, 3.0f));
+    EXPECT_EQ(read, std::vector<float>(kUnitElements, 3.0f));
 
     for (int u = 3; u >= 0; --u) static_cast<void>(engine.backward(u, fast));
     static_cast<void>(engine.step({.groups = {{}}}));
