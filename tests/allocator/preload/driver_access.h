@@ -72,6 +72,7 @@ using namespace forebay::cuda;  // NOLINT: these programs are written on that in
   X(cuMemCreate)                       \
   X(cuMemRelease)                      \
   X(cuMemRetainAllocationHandle)       \
+  X(cuMemGetHandleForAddressRange)     \
   X(cuMemGetAddressRange_v2)           \
   X(cuIpcGetMemHandle)                 \
   X(cuIpcOpenMemHandle_v2)             \

@@ -252,6 +252,14 @@ TEST(PreloadMemory, MemoryKnownOutsideKeepsItsAddress) {
   run.expect_no_hazard();
 }
 
+TEST(PreloadMemory, ABlockWithADescriptorKeepsItsAddress) {
+  PreloadRun run(matter("exported"), "arena", {{"FAKE_CUDA_DMA_BUF", "1"}});
+
+  EXPECT_EQ(run.finished.exit_code, 0);
+  EXPECT_EQ(run.finished.output, "same address 1, same memory 1\n");
+  run.expect_no_hazard();
+}
+
 // The driver may give the addresses of a context that is gone to memory that it serves itself.
 TEST(PreloadMemory, AddressesOfAContextThatIsGoneAreNotTheArenas) {
   const auto at = [](std::uintptr_t address) { return reinterpret_cast<DevicePtr>(address); };

@@ -1,4 +1,6 @@
 // cuMemAlloc and its kin: memory that belongs to a context.
+#include <sys/mman.h>
+
 #include <utility>
 
 #include "tests/fakes/cuda/driver.h"
@@ -115,10 +117,23 @@ CuResult cuMemGetAddressRange_v2(CuDevicePtr* base, std::size_t* bytes, CuDevice
   return CuResult::kSuccess;
 }
 
-// Direct memory access by other devices is not imitated; the devices' attribute says so.
-CuResult cuMemGetHandleForAddressRange(void* handle, CuDevicePtr, std::size_t, CuMemRangeHandleType,
-                                       unsigned long long) {
-  return handle == nullptr ? CuResult::kInvalidValue : CuResult::kNotSupported;
+// Direct memory access by other devices is not imitated. With `dma_buf` the descriptor is that of an empty
+// file.
+CuResult cuMemGetHandleForAddressRange(void* handle, CuDevicePtr address, std::size_t bytes,
+                                       CuMemRangeHandleType, unsigned long long) {
+  if (handle == nullptr) return CuResult::kInvalidValue;
+  Driver& state = driver();
+  const Lock lock(state.mutex);
+  if (!state.options.dma_buf) return CuResult::kNotSupported;
+  for (CuDevicePtr at = address; at < address + bytes;) {
+    const Mapping* const mapping = state.memory.find(at);
+    if (mapping == nullptr) return CuResult::kInvalidValue;
+    at = mapping->begin + mapping->bytes;
+  }
+  const int file = ::memfd_create("fake CUDA dma-buf", MFD_CLOEXEC);
+  if (file < 0) return CuResult::kOutOfMemory;
+  *static_cast<int*>(handle) = file;
+  return CuResult::kSuccess;
 }
 
 }  // namespace forebay::fake_cuda

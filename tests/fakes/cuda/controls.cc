@@ -63,6 +63,7 @@ FakeOptions options_of_environment() {
   read_variable("FAKE_CUDA_BANDWIDTH", &options.bytes_per_second);
   read_variable("FAKE_CUDA_PEERS", &options.peers);
   read_variable("FAKE_CUDA_RDMA", &options.gpu_direct_rdma);
+  read_variable("FAKE_CUDA_DMA_BUF", &options.dma_buf);
   read_variable("FAKE_CUDA_POISON", &options.poison);
   read_variable("FAKE_CUDA_FREE_WAITS", &options.free_waits);
   read_variable("FAKE_CUDA_DRIVER_VERSION", &options.driver_version);

@@ -231,6 +231,9 @@ CuResult cuDeviceGetAttribute(int* value, CuDeviceAttribute attribute, CuDevice 
     case kPciBusId:
       *value = kFirstBus + device;
       break;
+    case kDmaBufSupported:
+      *value = options.dma_buf ? 1 : 0;
+      break;
     case kGpuDirectRdmaSupported:
     case kGpuDirectRdmaWithCudaVmmSupported:
       *value = options.gpu_direct_rdma ? 1 : 0;
@@ -262,7 +265,6 @@ CuResult cuDeviceGetAttribute(int* value, CuDeviceAttribute attribute, CuDevice 
     case kPageableMemoryAccess:
     case kConcurrentManagedAccess:
     case kReadOnlyHostRegisterSupported:
-    case kDmaBufSupported:
     case kHandleTypeFabricSupported:
     case kNumaConfig:
     case kMulticastSupported:

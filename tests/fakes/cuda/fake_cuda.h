@@ -38,6 +38,7 @@ struct FakeOptions {
       0;                        // FAKE_CUDA_BANDWIDTH: of every copy and fill; 0 means as fast as it goes.
   bool peers = true;            // FAKE_CUDA_PEERS: devices can reach each other's memory.
   bool gpu_direct_rdma = true;  // FAKE_CUDA_RDMA: reported as supported.
+  bool dma_buf = false;         // FAKE_CUDA_DMA_BUF: mapped ranges have descriptors, without the memory.
   bool poison = true;           // FAKE_CUDA_POISON: memory is overwritten when it is created and given back.
   // The driver waits for the device in cuMemFree. Off, a free under queued work is a hazard; on, it waits as
   // the driver does, for programs that rely on it. FAKE_CUDA_FREE_WAITS

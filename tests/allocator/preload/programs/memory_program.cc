@@ -1,6 +1,8 @@
 // Properties of allocation that programs rely on, one at a time. Prints the results; a test compares them
 // with and without the preload, or with the expected ones.
 //   memory_program MATTER
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
@@ -609,6 +611,32 @@ int pinned() {
   return 0;
 }
 
+// A network card that has the descriptor of a block reaches the same memory by it after the free.
+int exported() {
+  CuDevicePtr block = 0;
+  CHECK_CU(driver.cuMemAlloc_v2(&block, 6 * kMiB));
+  int file = -1;
+  CHECK_CU(driver.cuMemGetHandleForAddressRange(&file, block + kMiB, 2 * kMiB,
+                                                CuMemRangeHandleType::kDmaBufFd, 0));
+  CHECK_CU(driver.cuMemsetD8_v2(block, 0x77, 6 * kMiB));
+  CHECK_CU(driver.cuMemFree_v2(block));
+  std::vector<CuDevicePtr> others(8);
+  for (CuDevicePtr& other : others) {
+    CHECK_CU(driver.cuMemAlloc_v2(&other, 5 * kMiB));
+    CHECK(other >= block + 6 * kMiB || other + 5 * kMiB <= block);
+  }
+  CuDevicePtr again = 0;
+  CHECK_CU(driver.cuMemAlloc_v2(&again, 6 * kMiB));
+  std::vector<unsigned char> back(6 * kMiB);
+  CHECK_CU(driver.cuMemcpyDtoH_v2(back.data(), again, back.size()));
+  std::printf("same address %d, same memory %d\n", again == block,
+              std::all_of(back.begin(), back.end(), [](unsigned char byte) { return byte == 0x77; }));
+  for (const CuDevicePtr other : others) CHECK_CU(driver.cuMemFree_v2(other));
+  CHECK_CU(driver.cuMemFree_v2(again));
+  ::close(file);
+  return 0;
+}
+
 // Two devices: each has its own, and each reaches the other's.
 int devices() {
   CuContext second = nullptr;
@@ -661,6 +689,7 @@ int run(const std::string& matter) {
                                                                {"streams", streams},
                                                                {"frees", frees},
                                                                {"pinned", pinned},
+                                                               {"exported", exported},
                                                                {"devices", devices},
                                                                {"reuse", reuse},
                                                                {"late-free", late_free},
