@@ -25,6 +25,7 @@ struct Block {
   std::uint32_t value = 0;
   int stream = 0;  // The stream whose work used it last.
   bool is_ordered = true;
+  bool is_spilled = false;  // Its bytes were right, and its memory is free.
 };
 
 Driver driver;
@@ -81,6 +82,8 @@ class Worker {
         ++retries;
         for (const CuStream one : streams_) CHECK_CU(driver.cuStreamSynchronize(one));
         std::this_thread::yield();
+        // All threads may hold what another one needs in one piece.
+        if (attempt % 50 == 0 && spill_one() != 0) return 1;
       }
       result = block.is_ordered ? driver.cuMemAllocAsync(&block.address, words * kWord, stream)
                                 : driver.cuMemAlloc_v2(&block.address, words * kWord);
@@ -96,6 +99,7 @@ class Worker {
   int hand_over(std::size_t index) {
     Block& block = blocks_[index];
     const int next = static_cast<int>(random_() % kStreams);
+    if (block.is_spilled) return 0;
     CHECK_CU(driver.cuEventRecord(event_, streams_[block.stream]));
     CHECK_CU(driver.cuStreamWaitEvent(streams_[next], event_, 0));
     block.stream = next;
@@ -105,25 +109,41 @@ class Worker {
   int release(std::size_t index) {
     const Block block = blocks_[index];
     blocks_.erase(blocks_.begin() + static_cast<std::ptrdiff_t>(index));
+    // Stream-ordered memory may be freed by either call, and plain memory too.
+    const bool by_stream = block.is_ordered || random_() % 2 == 0;
+    if (!block.is_spilled && take_back(block, by_stream) != 0) return 1;
+    live_bytes_ -= block.words * kWord;
+    digest_ = (digest_ ^ block.value) * 1099511628211ull + block.words;
+    return 0;
+  }
+
+  // Frees the memory of the oldest block that has some.
+  int spill_one() {
+    const auto found =
+        std::find_if(blocks_.begin(), blocks_.end(), [](const Block& block) { return !block.is_spilled; });
+    if (found == blocks_.end()) return 0;
+    found->is_spilled = true;
+    return take_back(*found, found->is_ordered);
+  }
+
+  // Reads the block and frees its memory.
+  int take_back(const Block& block, bool by_stream) {
     const CuStream stream = streams_[block.stream];
     back_.resize(block.words);
     CHECK_CU(driver.cuMemcpyDtoHAsync_v2(back_.data(), block.address, block.words * kWord, stream));
-    // Stream-ordered memory may be freed by either call, and plain memory too.
-    if (block.is_ordered || random_() % 2 == 0) {
+    if (by_stream) {
       CHECK_CU(driver.cuMemFreeAsync(block.address, stream));
       CHECK_CU(driver.cuStreamSynchronize(stream));
     } else {
       CHECK_CU(driver.cuStreamSynchronize(stream));
       CHECK_CU(driver.cuMemFree_v2(block.address));
     }
-    live_bytes_ -= block.words * kWord;
     for (std::size_t i = 0; i < block.words; ++i) {
       if (back_[i] == block.value) continue;
       std::printf("word %zu of %zu at %llx is %08x and should be %08x\n", i, block.words,
                   static_cast<unsigned long long>(block.address), back_[i], block.value);
       return 1;
     }
-    digest_ = (digest_ ^ block.value) * 1099511628211ull + block.words;
     return 0;
   }
 
