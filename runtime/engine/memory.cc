@@ -346,6 +346,7 @@ void Engine::Impl::place(const StatePlacement& placement) {
       matrix_work = reinterpret_cast<float*>(address);
       return;
     case Role::kSlot:
+    case Role::kHostRest:
     case Role::kPassBuffers:
     case Role::kMoverBuffers:
       return;  // allocate() made them.

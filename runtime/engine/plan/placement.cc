@@ -82,6 +82,7 @@ class Placer {
     }
     if (options_.save_async) add(Role::kSaved, Pool::kHost, saved_bytes(plan_));
     place_host_squares();
+    place_rest_of_host();
     return std::move(placements_);
   }
 
@@ -147,7 +148,13 @@ class Placer {
     add(Role::kFactorLeaves, Pool::kBuckets, round_up(leaves * sizeof(double), kBlockGranule));
   }
 
-  // The last in its pool, so that the pool has whole pages.
+  // Pinned memory has whole pages.
+  void place_rest_of_host() {
+    const std::uint64_t end = ends_[static_cast<std::size_t>(Pool::kHost)];
+    if (const std::uint64_t rest = round_up(end, kPageBytes) - end; rest > 0)
+      add(Role::kHostRest, Pool::kHost, rest);
+  }
+
   void place_host_squares() {
     if (plan_.square_count == 0 || !plan_.offloads()) return;
     const std::uint64_t begin = ends_[static_cast<std::size_t>(Pool::kHost)];
@@ -270,6 +277,7 @@ std::uint64_t& host_total(HostBytes& bytes, Role role) {
     case Role::kSaved:
       return bytes.saving;
     case Role::kHostSum:
+    case Role::kHostRest:
       return bytes.staging;
     case Role::kHostGradients:
       return bytes.gradients;

@@ -55,12 +55,11 @@ void apply(const Setting& setting, ToyOptions* options) {
   };
 }
 
-// Host bytes equal the plan to one page per block, file bytes exactly.
+// All bytes equal the plan.
 void expect_planned(const EngineStatistics& s, const std::string& what) {
   EXPECT_EQ(s.peak, s.planned) << what;
   EXPECT_EQ(s.peak_reserved_bytes, s.planned_reserved_bytes) << what;
-  EXPECT_GE(s.host_bytes, s.planned_host_bytes) << what;
-  EXPECT_LE(s.host_bytes, s.planned_host_bytes + 4096) << what;
+  EXPECT_EQ(s.host_bytes, s.planned_host_bytes) << what;
   EXPECT_EQ(s.file_bytes, s.planned_file_bytes) << what;
 }
 

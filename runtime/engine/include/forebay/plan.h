@@ -156,8 +156,8 @@ struct HostBytes {
   // The offloaded parameter shard, in the parameter type. In fp32 these are the frozen parameters alone,
   // because the master is the parameter. Tier kFile: none.
   std::uint64_t parameters = 0;
-  // Tier kFile: buffers between files and the update. K > 1: the fp32 sum of one bucket. The model's size
-  // does not change it.
+  // Tier kFile: buffers between files and the update. K > 1: the fp32 sum of one bucket. The rest of the last
+  // page. The model's size changes nothing but that rest.
   std::uint64_t staging = 0;
   // ShardingOptions::save_async: a copy of the values that this rank saves: master, m and v as they are kept,
   // and the frozen elements in the parameter type.
@@ -295,6 +295,7 @@ enum class Role : std::uint8_t {
   kSaved,          // The copy of the values that a thread saves.
   kSquares,        // Adafactor: two sums of each trainable parameter, of this rank and then of all ranks.
   kHostSquares,    // The same on the host.
+  kHostRest,       // The rest of the last page of pinned memory.
   kFactorScalars,  // Adafactor: the factor of u and the row means of each parameter on the device, in fp32.
   kFactorLeaves,   // Adafactor: the sum of each leaf of a slice on the device.
   kMatrices,    // Muon: momentum of all ranks, and then the orthogonalised matrices of this rank, of a unit.
