@@ -547,6 +547,16 @@ int frees() {
   return 0;
 }
 
+// Says whether a request of 6 MiB gets this block, whose bytes are 0x77, again.
+int ask_again(CuDevicePtr block, CuDevicePtr* again) {
+  CHECK_CU(driver.cuMemAlloc_v2(again, 6 * kMiB));
+  std::vector<unsigned char> back(6 * kMiB);
+  CHECK_CU(driver.cuMemcpyDtoH_v2(back.data(), *again, back.size()));
+  std::printf("same address %d, same memory %d\n", *again == block,
+              std::all_of(back.begin(), back.end(), [](unsigned char byte) { return byte == 0x77; }));
+  return 0;
+}
+
 // Memory that is known outside the process keeps its address, even after it was freed.
 int pinned() {
   CuDevicePtr block = 0, other = 0;
@@ -572,11 +582,7 @@ int pinned() {
   }
   // A request of the same size gets the block again.
   CuDevicePtr again = 0;
-  CHECK_CU(driver.cuMemAlloc_v2(&again, 6 * kMiB));
-  std::vector<unsigned char> back(6 * kMiB);
-  CHECK_CU(driver.cuMemcpyDtoH_v2(back.data(), again, back.size()));
-  std::printf("same address %d, same memory %d\n", again == block,
-              std::all_of(back.begin(), back.end(), [](unsigned char byte) { return byte == 0x77; }));
+  if (int failed = ask_again(block, &again)) return failed;
   // Freed on a stream, it is at once for that stream alone.
   const CuStream stream = new_stream();
   CHECK_CU(driver.cuMemFreeAsync(again, stream));
@@ -626,11 +632,7 @@ int exported() {
     CHECK(other >= block + 6 * kMiB || other + 5 * kMiB <= block);
   }
   CuDevicePtr again = 0;
-  CHECK_CU(driver.cuMemAlloc_v2(&again, 6 * kMiB));
-  std::vector<unsigned char> back(6 * kMiB);
-  CHECK_CU(driver.cuMemcpyDtoH_v2(back.data(), again, back.size()));
-  std::printf("same address %d, same memory %d\n", again == block,
-              std::all_of(back.begin(), back.end(), [](unsigned char byte) { return byte == 0x77; }));
+  if (int failed = ask_again(block, &again)) return failed;
   for (const CuDevicePtr other : others) CHECK_CU(driver.cuMemFree_v2(other));
   CHECK_CU(driver.cuMemFree_v2(again));
   ::close(file);
