@@ -514,7 +514,7 @@ TEST_F(Trainer, OpensWithEachFigureInItsRow) {
   offload     optimizer to cpu: 69 % of the model, 1 of 4 units stay on the device
   evaluation  8 samples of another text in 1 pass at the end; each pass sends 26.00 KiB per rank, as
               planned
-  memory      14.00 MiB device, 126.00 KiB host, 0 B files per rank, as planned
+  memory      14.00 MiB device, 128.00 KiB host, 0 B files per rank, as planned
 )");
 }
 
