@@ -360,17 +360,16 @@ class Handle:
         _alive.add(self)
 
     def _hold(self, handle: Optional[int]) -> None:
-        self._handle = handle
         # ctypes reads it. Null after close(), which the library refuses. A property would run in ctypes, which gives a
         # KeyboardInterrupt that comes there another type.
         self._as_parameter_ = ctypes.c_void_p(handle)
 
     def close(self) -> None:
         """Gives the handle back. May be called twice."""
-        handle = getattr(self, "_handle", None)
+        held = getattr(self, "_as_parameter_", None)
         self._hold(None)
-        if handle is not None:
-            getattr(library(), self._destroy)(handle)
+        if held:
+            getattr(library(), self._destroy)(held)
 
     def __enter__(self) -> "Handle":
         return self

@@ -392,8 +392,7 @@ class Sharded:
     @uncompiled
     def before_model(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self.catch_up()
-        if self.is_interrupted(lambda: calls_on_stack(module) - 1):
-            self.end_interrupted()
+        self.end_interrupted(lambda: calls_on_stack(module) - 1)
         self.depth += 1
         if self.depth == 1:
             self.pass_has_gradients = torch.is_grad_enabled()
@@ -437,14 +436,14 @@ class Sharded:
         self.evaluating = bool(number("open_evaluations"))
         self.calling = None
 
-    def is_interrupted(self, calls: Callable[[], int]) -> bool:
-        """Whether a forward pass of the model did not come to its end. `calls`: those of the model that are on the stack."""
+    def end_interrupted(self, calls: Callable[[], int]) -> None:
+        """Ends forward passes that the exception ended: torch calls no hook then. `calls`: those of the model that are on
+        the stack."""
         if self.depth:
-            return self.depth > calls()
-        return not self.readers and not self.tasks and any(unit.held for unit in self.units) and calls() == 0
-
-    def end_interrupted(self) -> None:
-        """Ends forward passes that the exception ended: torch calls no hook then."""
+            if self.depth <= calls():
+                return
+        elif self.readers or self.tasks or not any(unit.held for unit in self.units) or calls():
+            return
         self.depth = 0
         for unit in self.units:
             while unit.held:
@@ -667,8 +666,7 @@ class Sharded:
         self.commit(groups)
         if self.tasks:
             self.recover()
-        if self.is_interrupted(lambda: 0):
-            self.end_interrupted()
+        self.end_interrupted(lambda: 0)
         if not self.in_step or not self.has_gradients:
             if any(p.grad is not None and p.grad is not gradient for p, gradient in self.stand_ins.items()):
                 raise Unsupported("the program set gradients itself, as after torch.autograd.grad(); gradients of a sharded "
@@ -756,8 +754,7 @@ class Sharded:
         """Makes sure that no step is open. Errors: InvalidArgument while gradients wait for the optimizer."""
         self.refuse_writing()
         self.commit()
-        if self.is_interrupted(lambda: calls_on_stack(self.model)):
-            self.end_interrupted()
+        self.end_interrupted(lambda: calls_on_stack(self.model))
         self.end_evaluation()
         if self.in_step and self.has_gradients and not self.gradients_were_cleared():
             raise InvalidArgument("gradients wait for optimizer.step(); call it, or optimizer.zero_grad(), before this")
@@ -773,8 +770,7 @@ class Sharded:
     def reading(self, units: Sequence[Unit]) -> Iterator[None]:
         """The values of these units are valid within. Collective."""
         self.commit()
-        if self.is_interrupted(lambda: calls_on_stack(self.model)):
-            self.end_interrupted()
+        self.end_interrupted(lambda: calls_on_stack(self.model))
         taken: List[Unit] = []
         self.readers += 1
         try:

@@ -155,6 +155,7 @@ class Placer {
       add(Role::kHostRest, Pool::kHost, rest);
   }
 
+  // To the end of a page, which Adafactor's bytes count.
   void place_host_squares() {
     if (plan_.square_count == 0 || !plan_.offloads()) return;
     const std::uint64_t begin = ends_[static_cast<std::size_t>(Pool::kHost)];
