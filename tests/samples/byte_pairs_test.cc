@@ -351,7 +351,7 @@ TEST_F(TokenizerFile, OthersAreRefusedInWords) {
   write("merges.txt", "t h\nlonely\n");
   refused("vocab.json", StatusCode::kCorruption, "not a pair");
   fs::resize_file(path("merges.txt"), 1u << 30);
-  refused("vocab.json", StatusCode::kCorruption, "no regular file of at most 67108864 bytes");
+  refused("vocab.json", StatusCode::kIoError, "merges.txt: it has more than 64.00 MiB");
 
   const auto changed = [&](auto change) {
     nlohmann::json root = whole();

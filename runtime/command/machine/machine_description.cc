@@ -3,10 +3,11 @@
 #include <algorithm>
 #include <charconv>
 #include <cmath>
-#include <fstream>
 #include <nlohmann/json.hpp>
-#include <sstream>
 #include <string_view>
+
+#include "forebay/regular_file.h"
+#include "forebay/text.h"
 
 namespace forebay {
 namespace {
@@ -15,6 +16,8 @@ using Json = nlohmann::ordered_json;
 
 // forebay-gpt trains on bytes.
 constexpr std::uint64_t kVocabulary = 256;
+// A report is some KiB for each step. Larger: a wrong file takes more memory before it is refused.
+constexpr std::uint64_t kReportBytesMost = std::uint64_t{256} << 20;
 // Simulations of each run until its time is met. Interpolation couples the points only weakly.
 constexpr int kRounds = 12;
 // Below the smallest measured product the curve is flat down to this size.
@@ -155,11 +158,12 @@ Json description_json(const ClusterDescription& cluster, const MachineFigures& f
 }  // namespace
 
 Result<MeasuredRun> read_measured_run(const std::string& path) {
-  std::ifstream stream(path, std::ios::binary);
-  std::ostringstream text;
-  text << stream.rdbuf();
-  if (!stream) return Status(StatusCode::kIoError, "cannot read the report " + path + "; is it a file?");
-  const Json report = Json::parse(text.str(), nullptr, /*allow_exceptions=*/false);
+  const Result<std::string> text = internal::read_regular_file(path, kReportBytesMost);
+  if (!text.ok()) {
+    return Status(text.status().code(), "cannot read the report ", shown_path(path), ": ",
+                  text.status().message(), "; use a report of forebay-gpt --report");
+  }
+  const Json report = Json::parse(text.value(), nullptr, /*allow_exceptions=*/false);
   if (report.is_discarded()) return refuse_run(path, "is not JSON; use a report of forebay-gpt --report");
   ReportReader reader(path, report);
   MeasuredRun run{.name = path};

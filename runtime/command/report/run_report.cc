@@ -1,12 +1,9 @@
 #include "runtime/command/report/run_report.h"
 
 #include <algorithm>
-#include <cerrno>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
-#include <filesystem>
-#include <fstream>
 #include <iterator>
 #include <limits>
 #include <nlohmann/json.hpp>
@@ -16,6 +13,7 @@
 
 #include "forebay/activation_formulas.h"
 #include "forebay/error.h"
+#include "forebay/regular_file.h"
 #include "forebay/text.h"
 #include "forebay/units.h"
 #include "runtime/command/text_table.h"
@@ -521,33 +519,15 @@ std::optional<double> tensor_formula_bytes(const RunReport& run) {
 }
 
 RunReport read_run_report(const std::string& path) {
-  std::error_code ignored;
-  if (std::filesystem::exists(path, ignored) && !std::filesystem::is_regular_file(path, ignored)) {
-    throw Error(StatusCode::kIoError,
-                "cannot read report '" + shown_path(path) +
-                    "': it is not a regular file; check the name that --report was given");
-  }
-  std::ifstream file(path, std::ios::binary);
-  if (!file) {
-    throw Error(StatusCode::kIoError, "cannot open report '" + shown_path(path) + "': " +
-                                          std::strerror(errno) + "; check the name that --report was given");
-  }
-  const std::uintmax_t bytes = std::filesystem::file_size(path, ignored);
-  if (!ignored && bytes > kReportBytesMax) {
-    bad_report(path, "it has " + format_bytes(bytes) + ", and at most " + format_bytes(kReportBytesMax) +
-                         " are read");
-  }
-  std::string text;
-  char part[1 << 16];
-  while (file.read(part, sizeof(part)), file.gcount() > 0)
-    text.append(part, static_cast<std::size_t>(file.gcount()));
-  if (file.bad()) {
-    throw Error(StatusCode::kIoError, "cannot read report '" + shown_path(path) + "': " +
-                                          std::strerror(errno) + "; check the name that --report was given");
+  const Result<std::string> text = internal::read_regular_file(path, kReportBytesMax);
+  if (!text.ok()) {
+    throw Error(text.status().code(), "cannot read report '" + shown_path(path) +
+                                          "': " + text.status().message() +
+                                          "; check the name that --report was given");
   }
   RunReport run;
   try {
-    run = read_run(path, Entry(parse_json(path, text)));
+    run = read_run(path, Entry(parse_json(path, text.value())));
   } catch (const Entry::Unreadable& error) {
     bad_report(path, error.found);
   }

@@ -3,12 +3,11 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
-#include <filesystem>
-#include <fstream>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <sstream>
 
+#include "forebay/regular_file.h"
 #include "forebay/text.h"
 #include "runtime/command/simulate/machine_files.h"
 
@@ -303,25 +302,13 @@ Result<ClusterDescription> read_cluster(const std::string& name_or_path) {
   if (is_this) {
     FOREBAY_ASSIGN_OR_RETURN(path, this_machine_path());
   }
-  std::error_code ignored;
-  const bool is_other =
-      std::filesystem::exists(path, ignored) && !std::filesystem::is_regular_file(path, ignored);
-  std::ifstream stream;
-  if (!is_other) stream.open(path, std::ios::binary);
-  std::string text(kFileBytesMost + 1, '\0');
-  stream.read(text.data(), static_cast<std::streamsize>(text.size()));
-  if (!stream.is_open() || stream.bad()) {
+  const Result<std::string> text = internal::read_regular_file(path, kFileBytesMost);
+  if (!text.ok()) {
     return Status(
-        StatusCode::kIoError,
-        "cannot read the cluster " + shown_path(path) +
-            (is_this ? "; measure this machine by forebay bench-tiers --save this" : "; is it a file?"));
+        text.status().code(), "cannot read the cluster ", shown_path(path), ": ", text.status().message(),
+        is_this ? "; measure this machine by forebay bench-tiers --save this" : "; give a JSON file");
   }
-  text.resize(static_cast<std::size_t>(stream.gcount()));
-  if (text.size() > kFileBytesMost) {
-    return Status(StatusCode::kInvalidArgument,
-                  shown_path(path) + " is larger than 1 MiB; compare it with an installed description");
-  }
-  return parse_cluster(path, text);
+  return parse_cluster(path, text.value());
 }
 
 double matrix_efficiency(const DeviceDescription& device, double m, double n, double k) {

@@ -1,12 +1,9 @@
 #include "forebay/model_config.h"
 
-#include <cerrno>
-#include <cstdio>
-#include <cstring>
-#include <filesystem>
 #include <nlohmann/json.hpp>
 #include <string_view>
 
+#include "forebay/regular_file.h"
 #include "forebay/text.h"
 
 namespace forebay {
@@ -172,33 +169,12 @@ Result<TransformerShape> parse_model_config(const std::string& text, const std::
 }
 
 Result<TransformerShape> read_model_config(const std::string& path) {
-  std::error_code ignored;
-  if (std::filesystem::exists(path, ignored) && !std::filesystem::is_regular_file(path, ignored)) {
-    return Status(StatusCode::kIoError,
-                  "cannot read " + shown_path(path) +
-                      ": it is not a regular file; give the path of the model's config.json");
+  const Result<std::string> text = internal::read_regular_file(path, kConfigBytesMax);
+  if (!text.ok()) {
+    return Status(text.status().code(), "cannot read ", shown_path(path), ": ", text.status().message(),
+                  "; give the path of the model's config.json");
   }
-  std::FILE* file = std::fopen(path.c_str(), "rbe");
-  std::string text;
-  bool failed = file == nullptr;
-  int error = errno;
-  if (file != nullptr) {
-    text.resize(kConfigBytesMax + 1);
-    errno = 0;
-    text.resize(std::fread(text.data(), 1, text.size(), file));
-    failed = std::ferror(file) != 0;
-    error = errno;
-    std::fclose(file);
-  }
-  if (failed) {
-    return Status(StatusCode::kIoError, "cannot read " + shown_path(path) + ": " + std::strerror(error) +
-                                            "; give the path of the model's config.json");
-  }
-  if (text.size() > kConfigBytesMax) {
-    return Status(StatusCode::kInvalidArgument,
-                  path + " is larger than 1 MiB; give the path of the model's config.json");
-  }
-  return parse_model_config(text, path);
+  return parse_model_config(text.value(), path);
 }
 
 }  // namespace forebay

@@ -1,12 +1,7 @@
 #include "output/json_file.h"
 
-#include <cerrno>
-#include <cstring>
-#include <filesystem>
-#include <fstream>
-#include <iterator>
-
 #include "forebay/error.h"
+#include "forebay/regular_file.h"
 #include "forebay/text.h"
 
 namespace forebay::gpt {
@@ -17,23 +12,16 @@ constexpr int kDepthMax = 8;
 }  // namespace
 
 nlohmann::json read_json(const std::string& path) {
-  const auto cannot_read = [&](const std::string& found) {
-    throw Error(StatusCode::kIoError,
-                "cannot read " + shown_path(path) + ": " + found + "; give an existing JSON file");
-  };
   const auto refuse = [&](const std::string& found) {
     throw Error(StatusCode::kCorruption,
                 shown_path(path) + " is not a valid JSON file: " + found + "; download or write it again");
   };
-  std::error_code error;
-  const std::filesystem::file_status status = std::filesystem::status(path, error);
-  if (std::filesystem::exists(status) && !std::filesystem::is_regular_file(status))
-    cannot_read("it is not a regular file");
-  std::ifstream stream(path, std::ios::binary);
-  if (!stream) cannot_read(std::strerror(errno));
-  const std::uintmax_t bytes = std::filesystem::file_size(path, error);
-  if (!error && bytes > kJsonBytesMax) refuse("it has more than " + std::to_string(kJsonBytesMax) + " bytes");
-  const std::string text{std::istreambuf_iterator<char>(stream), {}};
+  const Result<std::string> read = internal::read_regular_file(path, kJsonBytesMax);
+  if (!read.ok()) {
+    throw Error(read.status().code(),
+                "cannot read " + shown_path(path) + ": " + read.status().message() + "; give a JSON file");
+  }
+  const std::string& text = read.value();
   if (is_nested_deeper(text, kDepthMax))
     refuse("it is nested deeper than " + std::to_string(kDepthMax) + " levels");
   nlohmann::json root = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);

@@ -2,17 +2,16 @@
 
 #include <algorithm>
 #include <array>
-#include <cerrno>
-#include <cstring>
 #include <filesystem>
-#include <fstream>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <sstream>
 #include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "forebay/error.h"
+#include "forebay/regular_file.h"
 #include "forebay/text.h"
 #include "output/json_file.h"
 
@@ -186,17 +185,12 @@ BytePairs read_pair(const std::string& path, const Json& vocabulary) {
   }
   reader.add_vocabulary(vocabulary);
   const std::string merges = path.substr(0, path.size() - kName.size()) + "merges.txt";
-  std::error_code error;
-  const std::filesystem::file_status status = std::filesystem::status(merges, error);
-  if (std::filesystem::exists(status) && (!std::filesystem::is_regular_file(status) ||
-                                          std::filesystem::file_size(merges, error) > kJsonBytesMax))
-    reader.damaged("its merges.txt is no regular file of at most " + std::to_string(kJsonBytesMax) +
-                   " bytes");
-  std::ifstream stream(merges, std::ios::binary);
-  if (!stream) {
-    throw Error(StatusCode::kIoError, "cannot read " + shown_path(merges) + ": " + std::strerror(errno) +
+  const Result<std::string> read = internal::read_regular_file(merges, kJsonBytesMax);
+  if (!read.ok()) {
+    throw Error(StatusCode::kIoError, "cannot read " + shown_path(merges) + ": " + read.status().message() +
                                           "; it belongs to " + shown_path(path));
   }
+  std::istringstream stream(read.value());
   bool is_first = true;
   for (std::string line; std::getline(stream, line); is_first = false) {
     if (line.ends_with('\r')) line.pop_back();

@@ -362,11 +362,11 @@ TEST(PreloadProcess, AFileOfLearnedPlacementsIsReadWhole) {
   EXPECT_EQ(message_of(std::string(kLearnedFileLimit, 'x')).find(path + ": cannot use learned placements: "),
             0u);
   EXPECT_EQ(message_of(std::string(kLearnedFileLimit + 1, 'x')),
-            "cannot use " + path +
-                ": it has more than the 64.00 MiB that `forebay replay --learn` writes; name its file");
+            "cannot read the learned placements in " + path +
+                ": it has more than 64.00 MiB; name a file that `forebay replay --learn` wrote");
   EXPECT_EQ(read_learned_file(directory / "none").status().message(),
             "cannot read the learned placements in " + (directory / "none") +
-                ": No such file or directory; check the path");
+                ": No such file or directory; name a file that `forebay replay --learn` wrote");
 }
 
 // --- resolution ---

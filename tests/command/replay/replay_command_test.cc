@@ -402,7 +402,7 @@ TEST_F(ReplayCommand, RefusesPlacementsThatItCannotUse) {
   EXPECT_TRUE(has(refused({"--learned", directory_ / "none"}), "No such file"));
   ASSERT_EQ(::mkfifo((directory_ / "pipe").c_str(), 0600), 0);
   for (const std::string& special : {directory_ / "pipe", directory_ / ".", std::string("/dev/zero")})
-    EXPECT_TRUE(has(refused({"--learned", special}), "it is no regular file"));
+    EXPECT_TRUE(has(refused({"--learned", special}), "it is not a regular file"));
   EXPECT_TRUE(has(refused({"--learn", directory_ / "new", "--repeat", "2"}), "use 3 or more"));
   EXPECT_TRUE(has(refused({trace, "--learn", directory_ / "new"}), "the trace of one device"));
   EXPECT_FALSE(std::filesystem::exists(directory_ / "new"));

@@ -686,29 +686,29 @@ TEST(RunReport, AFileOfMoreThanAReportIsNotRead) {
   const std::string path =
       ::testing::TempDir() + "forebay-run-report-large-" + std::to_string(::getpid()) + ".json";
   std::ofstream(path) << "{}";
-  const auto message = [&](std::uint64_t bytes) {
+  const auto message = [&](std::uint64_t bytes, StatusCode code) {
     EXPECT_EQ(::truncate(path.c_str(), static_cast<off_t>(bytes)), 0);
     try {
       static_cast<void>(read_run_report(path));
     } catch (const Error& error) {
-      EXPECT_EQ(error.code(), StatusCode::kCorruption);
+      EXPECT_EQ(error.code(), code);
       return error.status().message();
     }
     return std::string();
   };
-  EXPECT_EQ(message((std::uint64_t{256} << 20) + 1), "cannot read report '" + path +
-                                                         "': it has 256.00 MiB, and at most 256.00 MiB are "
-                                                         "read; give files that forebay-gpt wrote with "
-                                                         "--report");
-  EXPECT_EQ(message(2), "cannot read report '" + path +
-                            "': it has no 'world_size'; give files that forebay-gpt wrote with --report");
+  EXPECT_EQ(message((std::uint64_t{256} << 20) + 1, StatusCode::kInvalidArgument),
+            "cannot read report '" + path +
+                "': it has more than 256.00 MiB; check the name that --report was given");
+  EXPECT_EQ(message(2, StatusCode::kCorruption),
+            "cannot read report '" + path +
+                "': it has no 'world_size'; give files that forebay-gpt wrote with --report");
   std::remove(path.c_str());
   try {
     static_cast<void>(read_run_report(path));
     FAIL() << "a file that is not there was read";
   } catch (const Error& error) {
     EXPECT_EQ(error.code(), StatusCode::kIoError);
-    EXPECT_EQ(error.status().message(), "cannot open report '" + path +
+    EXPECT_EQ(error.status().message(), "cannot read report '" + path +
                                             "': No such file or directory; check the name that --report was "
                                             "given");
   }

@@ -151,11 +151,11 @@ TEST(Machine, ReadsNoDevicesAndNoHugeFiles) {
   std::ofstream(directory / "huge.json") << "{";
   std::filesystem::resize_file(directory / "huge.json", std::uintmax_t{1} << 40);
   const Status huge = read_cluster(directory / "huge.json").status();
-  EXPECT_NE(huge.message().find("larger than 1 MiB"), std::string::npos) << huge.message();
+  EXPECT_NE(huge.message().find("it has more than 1.00 MiB"), std::string::npos) << huge.message();
   EXPECT_EQ(read_cluster("/proc/self/mem").status().code(), StatusCode::kIoError);
   // A point makes it a path too.
   EXPECT_EQ(read_cluster("missing.json").status().message(),
-            "cannot read the cluster missing.json; is it a file?");
+            "cannot read the cluster missing.json: No such file or directory; give a JSON file");
 }
 
 TEST(Machine, RefusesAnUnknownFieldOfAnEfficiency) {
@@ -371,7 +371,8 @@ TEST(Machine, AFileHasABoundOfDepthAndSize) {
   EXPECT_EQ(value_or_throw(read_cluster(directory / "mine.json")).name, "dgx-2");
   std::ofstream(directory / "mine.json") << text << ' ';
   EXPECT_EQ(read_cluster(directory / "mine.json").status().message(),
-            (directory / "mine.json") + " is larger than 1 MiB; compare it with an installed description");
+            "cannot read the cluster " + (directory / "mine.json") +
+                ": it has more than 1.00 MiB; give a JSON file");
 }
 
 TEST(Machine, ThePlaceOfThisMachineIsTheFirstVariableThatIsSet) {
@@ -409,9 +410,10 @@ TEST(Machine, ThePlaceOfThisMachineIsTheFirstVariableThatIsSet) {
   set({"/nowhere/m.json", "", "", ""});
   EXPECT_EQ(
       read_cluster("this").status().message(),
-      "cannot read the cluster /nowhere/m.json; measure this machine by forebay bench-tiers --save this");
+      "cannot read the cluster /nowhere/m.json: No such file or directory; measure this machine by forebay "
+      "bench-tiers --save this");
   EXPECT_EQ(read_cluster("/nowhere/m.json").status().message(),
-            "cannot read the cluster /nowhere/m.json; is it a file?");
+            "cannot read the cluster /nowhere/m.json: No such file or directory; give a JSON file");
   for (std::size_t i = 0; i < before.size(); ++i) {
     if (before[i]) {
       ::setenv(names[i], before[i]->c_str(), 1);
@@ -496,7 +498,12 @@ TEST(MeasuredRun, IsWhatTheReportSays) {
   EXPECT_EQ(read_measured_run(path).status().message(),
             path + ": is not JSON; use a report of forebay-gpt --report");
   EXPECT_EQ(read_measured_run(directory / "none").status().message(),
-            "cannot read the report " + (directory / "none") + "; is it a file?");
+            "cannot read the report " + (directory / "none") +
+                ": No such file or directory; use a report of forebay-gpt --report");
+  // It has no end.
+  EXPECT_EQ(
+      read_measured_run("/dev/zero").status().message(),
+      "cannot read the report /dev/zero: it is not a regular file; use a report of forebay-gpt --report");
 }
 
 TEST(MachineDescription, EachFigureHasItsField) {
