@@ -440,6 +440,7 @@ DevicePtr ChunkedArena::make_block(Range* range, std::size_t start, const Placem
   range->stream = static_cast<std::uint8_t>(placement.stream);
   range->slack = placement.bytes - placement.asked_bytes;
   range->recorded = 0;
+  range->stranger = placement.stranger ? strangers_.enter() : 0;
   if (!placement.fixed) {
     if (noted_ != nullptr) [[unlikely]]
       note_placement(placement, start);
@@ -770,6 +771,11 @@ Result<DevicePtr> ChunkedArena::allocate(const AllocationRequest& request) {
   latest_stream_ = placement.stream;
   placement.known = steps_.find(placement.bytes, total_.live_bytes, placement.kind);
   const std::uint64_t key = steps_.key();
+  // A block of whole chunks, or less than one, leaves no rest that others could use.
+  const bool leaves_rest = placement.bytes > chunk_bytes_ && placement.bytes % chunk_bytes_ != 0;
+  placement.stranger = strangers_.meet(placement.bytes) && placement.known == StepMemory::kUnknown &&
+                       placement.region == kTransientRegion && leaves_rest;
+  placement.shares = placement.stranger && strangers_.stay();
   for (bool settled = stream_count_ <= 1;;) {
     // May have become false while mutex_ was released. The slow path then says why.
     if (!may_serve(placement.region) || !within_tag_limit(placement.tag, placement.bytes)) break;
@@ -786,6 +792,7 @@ Result<DevicePtr> ChunkedArena::allocate(const AllocationRequest& request) {
         learned_and_missing(placement.known, placement.known + placement.bytes)) {
       break;
     }
+    if (placement.shares) break;
     Range* range = find_free(placement, placement.region, kBinScanMax);
     const bool wanting =
         range == nullptr || placement.known != StepMemory::kUnknown || poor_fit(range, placement.bytes);
@@ -831,6 +838,7 @@ Status ChunkedArena::free(DevicePtr block, Stream stream) {
     }
   }
   discharge(range->tag, range->stream, range->bytes, range->bytes - range->slack);
+  strangers_.leave(range->stranger);
   if (history_limit_ != 0) note(SnapshotAction::kFreeCompleted, range->offset, range->bytes, stream);
   if (range->kind == RangeKind::kPaused) {
     // It has no memory while the tag is paused. After resume it is free.

@@ -22,6 +22,7 @@
 #include "allocator/arena/range.h"
 #include "allocator/arena/size_bins.h"
 #include "allocator/arena/step_memory.h"
+#include "allocator/arena/strangers.h"
 #include "forebay/arena.h"
 #include "forebay/units.h"
 
@@ -74,6 +75,9 @@ struct Placement {
   std::uint8_t region = kTransientRegion;
   Tag tag = 0;
   bool fixed = false;
+  bool stranger = false;
+  bool shares = false;                       // Lies in a chunk with other blocks, if one has room.
+  bool only_shares = false;                  // Is not stitched otherwise.
   std::uint64_t kind = 0;                    // For StepMemory: the region, and whether the stream changes.
   std::size_t known = StepMemory::kUnknown;  // The offset of the same point of an earlier step.
 };
@@ -372,6 +376,7 @@ class ChunkedArena final : public Arena {
   using Strategy = Outcome (ChunkedArena::*)(Miss& miss);
   static const Strategy kStrategies[];
   Range* find_without_growth(Lock& lock, const Placement& placement);
+  Outcome serve_by_sharing(Miss& miss);
   Outcome serve_as_learned(Miss& miss);
   Outcome serve_from_free_range(Miss& miss);
   Outcome serve_from_adjacent_ranges(Miss& miss);
@@ -555,6 +560,7 @@ class ChunkedArena final : public Arena {
   RangePool pool_;
   RangeTable ranges_;
   StepMemory steps_;
+  Strangers strangers_;
   // Placements of an earlier run that are being followed, and the chunks that stand for its chunks.
   struct Learned {
     struct LearnedChunk {

@@ -55,15 +55,11 @@ struct ChunkedArena::Miss {
 // Mapped memory comes before new memory, and the request's own region before the other one. New memory comes
 // before stitching only while little more is held than was ever live.
 const ChunkedArena::Strategy ChunkedArena::kStrategies[] = {
-    &ChunkedArena::serve_as_learned,
-    &ChunkedArena::serve_from_free_range,
-    &ChunkedArena::serve_from_adjacent_ranges,
-    &ChunkedArena::serve_from_shown_memory,
-    &ChunkedArena::serve_by_growing_if_worthwhile,
-    &ChunkedArena::serve_from_other_region,
-    &ChunkedArena::serve_from_memory_shown_by_both_regions,
-    &ChunkedArena::serve_by_stitching,
-    &ChunkedArena::serve_by_growing,
+    &ChunkedArena::serve_as_learned,        &ChunkedArena::serve_by_sharing,
+    &ChunkedArena::serve_from_free_range,   &ChunkedArena::serve_from_adjacent_ranges,
+    &ChunkedArena::serve_from_shown_memory, &ChunkedArena::serve_by_growing_if_worthwhile,
+    &ChunkedArena::serve_from_other_region, &ChunkedArena::serve_from_memory_shown_by_both_regions,
+    &ChunkedArena::serve_by_stitching,      &ChunkedArena::serve_by_growing,
     &ChunkedArena::serve_by_evicting,
 };
 
@@ -127,7 +123,8 @@ void ChunkedArena::limit_mappings(Lock& lock, const Placement& placement) {
 // A free range in no bin for a request that does not have to wait until another thread has mapped memory.
 // Null if there is none. mutex_ held; may release it meanwhile.
 Range* ChunkedArena::find_without_growth(Lock& lock, const Placement& placement) {
-  const bool elsewhere = placement.fixed || (learned_ != nullptr && placement.known != StepMemory::kUnknown);
+  const bool elsewhere =
+      placement.fixed || placement.shares || (learned_ != nullptr && placement.known != StepMemory::kUnknown);
   if (elsewhere || !reserve_ranges(lock) || !may_serve(placement.region) ||
       !within_tag_limit(placement.tag, placement.bytes)) {
     return nullptr;
@@ -160,6 +157,19 @@ ChunkedArena::Outcome ChunkedArena::serve_as_learned(Miss& miss) {
   miss.start = miss.placement.known;
   if (miss.range != nullptr) return Outcome::kServed;
   return reserve_books(miss.lock, miss.placement.bytes) ? Outcome::kNext : miss.fail(no_books());
+}
+
+// A stitch that begins or ends in a chunk with other blocks. Releases mutex_ meanwhile.
+ChunkedArena::Outcome ChunkedArena::serve_by_sharing(Miss& miss) {
+  if (!miss.placement.shares) return Outcome::kNext;
+  Placement placement = miss.placement;
+  placement.only_shares = true;
+  gather(placement, !miss.shared());
+  const Status status = stitch(miss.lock, placement, &miss.range, &miss.start, &miss.addresses_used_up);
+  if (status.ok()) return Outcome::kServed;
+  const Outcome outcome = miss.refused(status);
+  if (outcome != Outcome::kNext) return outcome;
+  return reserve_books(miss.lock, placement.bytes) ? Outcome::kNext : miss.fail(no_books());
 }
 
 // A free range of any size class, of more ranges than the hot path looks at.

@@ -49,6 +49,7 @@ struct alignas(64) Range {
   std::uint64_t recorded = 0;       // Live: streams named by record_stream.
   std::size_t slack = 0;            // Live: bytes beyond the requested ones.
   std::uint32_t slot = UINT32_MAX;  // Alias: its slot.
+  std::uint32_t stranger = 0;       // Live: its number in Strangers, or 0.
 
   std::size_t end() const noexcept { return offset + bytes; }
 };

@@ -174,6 +174,8 @@ struct ChunkedArena::StitchSearch {
     const std::size_t missing = placement.bytes > have + tail_bytes ? placement.bytes - have - tail_bytes : 0;
     const Middle middle = fill(missing, nullptr);
     if (middle.grown_bytes > room_bytes) return;
+    const bool shares = beginning.head != nullptr || tail != nullptr;
+    if (placement.only_shares && (!shares || middle.grown_bytes > 0)) return;
     const std::size_t over = have + middle.bytes() + tail_bytes - placement.bytes;
     double cost = kGrowthWeight * static_cast<double>(middle.grown_bytes);
     if (beginning.head != nullptr) cost += sharing_cost(beginning.head->bytes());

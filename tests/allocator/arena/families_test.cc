@@ -178,7 +178,7 @@ INSTANTIATE_TEST_SUITE_P(Of, ArenaFamilies,
                                            Bounds{Family::kServing, 0.5, 2.0, 0.3, 0.6},
                                            Bounds{Family::kCrossStream, 0.3, 1.0, 0.2, 0.8},
                                            Bounds{Family::kTrainEvaluate, 0.2, 1.0, 0.2, 1.0},
-                                           Bounds{Family::kLeaks, 1.3, 4.0, 0.3, 1.0},
+                                           Bounds{Family::kLeaks, 0.6, 2.0, 0.3, 0.8},
                                            Bounds{Family::kRobson, 1.8, 7.0, 1.3, 5.0}),
                          [](const auto& info) {
                            std::string name = family_name(info.param.family);

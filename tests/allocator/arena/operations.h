@@ -73,8 +73,10 @@ class ArenaOperations {
       if (!blocks_.empty()) free_block(pick_(static_cast<std::uint32_t>(blocks_.size())));
     } else if (kind < 890) {
       record_stream();
-    } else if (kind < 900) {
+    } else if (kind < 899) {
       repeat();
+    } else if (kind < 900) {
+      keep_strangers();
     } else if (kind < 920) {
       pause_or_resume(2 + pick_(2));
     } else if (kind < 940) {
@@ -285,6 +287,19 @@ class ArenaOperations {
         if (next() % 3 == 0 && !mine.empty()) drop(&mine, next() % mine.size());
       }
       while (!mine.empty()) drop(&mine, next() % mine.size());
+    }
+  }
+  // Blocks of sizes that were never asked for, after many requests of a few sizes. They stay for a while, so
+  // the arena lets the later ones share chunks (Strangers).
+  void keep_strangers() {
+    const int stream = static_cast<int>(pick_(kStreams));
+    for (int i = 0; i < 6; ++i) {
+      for (std::size_t j = 0; j < 300; ++j) {
+        if (allocate_one((1 + j % 4) * kChunk / 2, kBlockGranule, 0, stream, Region::kTransient, false))
+          free_block(blocks_.size() - 1);
+      }
+      new_bytes_ += kBlockGranule;
+      allocate_one(kChunk + new_bytes_ % (4 * kChunk), kBlockGranule, 0, stream, Region::kTransient, false);
     }
   }
   void drop(std::vector<DevicePtr>* mine, std::size_t at) {
@@ -528,6 +543,7 @@ class ArenaOperations {
   std::shared_ptr<CaptureState> capturing_;
   std::vector<SlotState> slots_;
   std::uint64_t refused_count_ = 0;
+  std::size_t new_bytes_ = 0;
   std::uint64_t paused_count_ = 0;
   std::uint64_t captured_count_ = 0;
 };
