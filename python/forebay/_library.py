@@ -230,6 +230,7 @@ FUNCTIONS: Dict[str, str] = {
     "save_begin": "hspui",
     "save_end": "h",
     "engine_freeze": "hiii",
+    "engine_reset_moments": "h",
     "engine_swap_average": "h",
     "load": "hsPU",
     "spill": "hi",

@@ -422,6 +422,10 @@ class Engine(_Reported):
         """Freezes a parameter from the next step on, or unfreezes it. Every rank makes the same calls."""
         library().engine_freeze(self, unit, index, frozen)
 
+    def reset_moments(self) -> None:
+        """Sets all m and v to zero, and "applied_steps": the next step is the first of another optimizer. All ranks."""
+        library().engine_reset_moments(self)
+
     def swap_average(self) -> None:
         """Exchanges the weights and their moving average (option "ema"); the next call exchanges them again."""
         library().engine_swap_average(self)

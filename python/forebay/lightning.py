@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import warnings
 from typing import Any, Dict, List, Optional
 
 try:
@@ -26,9 +27,11 @@ class Strategy(DDPStrategy):
     """forebay.shard() over the ranks that the Trainer starts. Options: those of forebay.shard().
 
     configure_optimizers() gives one optimizer that forebay.wrap() takes. A checkpoint holds the weights as always; the
-    moments lie beside it in PATH.forebay, a directory that any number of ranks restores. Errors: those of shard() and
-    wrap().
+    moments lie beside it in PATH.forebay, a directory that any number of ranks restores. Move both together. A kill
+    while a checkpoint is saved leaves the one before it. Errors: those of shard() and wrap().
     """
+
+    _STATE = "forebay_state"  # In a checkpoint: the directory of its moments within PATH.forebay.
 
     def __init__(self, process_group_backend: Optional[str] = None, **options: Any) -> None:
         super().__init__(process_group_backend=process_group_backend)
@@ -54,6 +57,9 @@ class Strategy(DDPStrategy):
                 raise Unsupported(f"configure_optimizers() gave {len(self.optimizers)} optimizers; forebay updates by one, "
                                   "so give its parameters as groups of one")
             self.optimizers = [forebay.wrap(self.optimizers[0])]
+            if getattr(self.precision_plugin, "scaler", None) is None:
+                # Lightning clips no gradients of an optimizer that could unscale them, with bf16 either.
+                self.optimizers[0]._step_supports_amp_scaling = False
         self.setup_precision_plugin()
 
     # --- forward passes, through the module's own hooks ---
@@ -62,32 +68,55 @@ class Strategy(DDPStrategy):
         return self._forward_redirection(self.model, self.lightning_module, step, *args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._through_forward("training_step", *args, **kwargs)
+        with self.precision_plugin.train_step_context():
+            return self._through_forward("training_step", *args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._through_forward("validation_step", *args, **kwargs)
+        with self.precision_plugin.val_step_context():
+            return self._through_forward("validation_step", *args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._through_forward("test_step", *args, **kwargs)
+        with self.precision_plugin.test_step_context():
+            return self._through_forward("test_step", *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._through_forward("predict_step", *args, **kwargs)
+        with self.precision_plugin.predict_step_context():
+            return self._through_forward("predict_step", *args, **kwargs)
 
     # --- checkpoints ---
 
     def optimizer_state(self, optimizer: Any) -> Dict[str, Any]:
-        return {}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="optimizer.state_dict\\(\\) has no moments")
+            return optimizer.state_dict()  # The groups, as schedulers have changed them.
 
     def save_checkpoint(self, checkpoint: Dict[str, Any], filepath: Any, storage_options: Optional[Any] = None) -> None:
-        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
-        if "optimizer_states" in checkpoint and self._is_sharded():
-            forebay.save(self.lightning_module, f"{filepath}.forebay")
+        if "optimizer_states" not in checkpoint or not self._is_sharded():
+            super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+            return
+        # The moments of the checkpoint that is replaced stay until it is.
+        name, directory = self.broadcast(os.urandom(8).hex()), f"{filepath}.forebay"
+        forebay.save(self.lightning_module, os.path.join(directory, name))
+        super().save_checkpoint({**checkpoint, self._STATE: name}, filepath, storage_options=storage_options)
+        if self.is_global_zero:
+            for other in os.listdir(directory):
+                path = os.path.join(directory, other)
+                if other != name and os.path.isdir(path):
+                    shutil.rmtree(path, ignore_errors=True)
+                elif other != name:
+                    os.remove(path)  # From before the moments had directories of their own.
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Dict[str, Any]:
-        self.restored_path = f"{checkpoint_path}.forebay"
-        return super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        found = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        path = next((path for path in (checkpoint_path, os.path.realpath(checkpoint_path))  # It may be a link.
+                     if os.path.isdir(f"{path}.forebay")), checkpoint_path)
+        self.restored_path = os.path.join(f"{path}.forebay", found.get(self._STATE, ""))
+        return found
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"]):
+            if saved:
+                optimizer.load_state_dict(saved)
         forebay.restore(self.lightning_module, self.restored_path)
 
     def remove_checkpoint(self, filepath: Any) -> None:

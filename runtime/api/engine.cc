@@ -759,6 +759,13 @@ std::int32_t forebay_engine_freeze(forebay_engine* engine, std::int32_t unit, st
   });
 }
 
+std::int32_t forebay_engine_reset_moments(forebay_engine* engine) {
+  return guarded(__func__, [&] {
+    const auto held = hold(engine);
+    committed(*held).reset_moments();
+  });
+}
+
 std::int32_t forebay_engine_swap_average(forebay_engine* engine) {
   return guarded(__func__, [&] {
     const auto held = hold(engine);

@@ -216,6 +216,27 @@ TEST(CApiCalls, APoolIsPrewarmedAndItsPeaksAreReset) {
   EXPECT_EQ(number("peak_requested_bytes"), 0u);
 }
 
+TEST(CApiCalls, ABlockOfThePoolIsUsedAgainWhenItsStreamHasDoneSo) {
+  const One one;
+  const auto pool =
+      c::make<c::PinnedPool>(forebay_pinned_pool_create, one.device, c::Options{{"pinned-slab", "1MiB"}});
+  void* stream = nullptr;
+  ASSERT_OK(forebay_stream_create(one.device, &stream));
+  std::promise<void> opened;
+  std::shared_future<void> gate = opened.get_future().share();
+  const auto wait = [](void* user) { static_cast<std::shared_future<void>*>(user)->wait(); };
+  ASSERT_OK(forebay_stream_call(one.device, stream, wait, &gate));
+  auto* const block = c::get<void*>(forebay_pinned_pool_allocate, pool, 1 << 20);
+  ASSERT_OK(forebay_pinned_pool_free(pool, block, stream));
+
+  auto* const other = c::get<void*>(forebay_pinned_pool_allocate, pool, 1 << 20);
+  EXPECT_NE(other, block) << "a copy from it may be queued";
+  opened.set_value();
+  ASSERT_OK(forebay_stream_synchronize(one.device, stream));
+  EXPECT_EQ(c::get<void*>(forebay_pinned_pool_allocate, pool, 1 << 20), block);
+  forebay_stream_destroy(one.device, stream);
+}
+
 // --- ranks ---
 
 // Runs `work` as each of `count` ranks, on threads.
@@ -633,6 +654,20 @@ float value_of(const One& one) {
   float value = 0;
   c::call(forebay_engine_get, one.engine, one.first, 0, FOREBAY_FP32, &value, 0, 1);
   return value;
+}
+
+TEST(CApiCalls, AResetOfTheMomentsBeginsAnotherOptimizer) {
+  One one;
+  one.commit();
+  one.step(1);
+  one.step(1);
+  ASSERT_OK(forebay_engine_reset_moments(one.engine));
+  std::uint64_t number = 1;
+  ASSERT_OK(forebay_engine_number(one.engine, "applied_steps", &number));
+  EXPECT_EQ(number, 0u);
+  ASSERT_OK(forebay_engine_number(one.engine, "attempted_steps", &number));
+  EXPECT_EQ(number, 2u);
+  EXPECT_EQ(forebay_engine_reset_moments(nullptr), FOREBAY_INVALID_ARGUMENT);
 }
 
 TEST(CApiCalls, AFrozenParameterStaysAndTheAverageIsSwappedIn) {

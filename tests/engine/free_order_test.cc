@@ -78,6 +78,15 @@ constexpr Program kPrograms[] = {
        o.forwards = [](int, int, int) { return std::vector<int>{0, 1, 3, 4}; };
        o.backwards = [](int, int, int) { return std::vector<int>{4, 1, 0}; };
      }},
+    {"a forward pass without a backward pass behind one that has one",
+     [](ToyOptions& o) {
+       const int last = o.ranks - 1;
+       o.asks_norm = true;
+       o.backwards = [last](int rank, int step, int k) {
+         const bool none = k == 1 && (step > 1 || (step == 1 && rank == last));
+         return none ? std::vector<int>() : std::vector<int>{4, 3, 2, 1, 0};
+       };
+     }},
     {"evaluations",
      [](ToyOptions& o) {
        o.evaluates = [](int, int step, int k) {

@@ -157,6 +157,10 @@ class ToyTrainer {
 
   Engine& engine() { return engine_; }
 
+  void set(const ToyResult& values) {
+    for (std::size_t n = 0; n < ids_.size(); ++n) engine_.set_parameter(ids_[n], values.masters[n]);
+  }
+
   void initialize() {
     for (std::size_t n = 0; n < ids_.size(); ++n) {
       const auto& shape = engine_.model().units[static_cast<std::size_t>(ids_[n].unit)].parameters;
@@ -693,14 +697,11 @@ inline ToyResult reference_toy(const ToyOptions& options) {
           touched.assign(parameters.size(), true);
         }
         if (options.evaluates) read(r, options.evaluates(r, step, k), visit);
-        const std::vector<int> order = options.forwards_of(r, step, k);
-        for (const int u : order) {
+        read(r, options.forwards_of(r, step, k), visit);
+        for (const int u : options.backwards_of(r, step, k)) {
           used[static_cast<std::size_t>(u)] = true;
           for (const UnitShape::Tied& tied : options.units[static_cast<std::size_t>(u)].tied)
             used[static_cast<std::size_t>(tied.unit)] = true;
-        }
-        read(r, order, visit);
-        for (const int u : options.backwards_of(r, step, k)) {
           const bool reads = options.units[static_cast<std::size_t>(u)].backward_reads_parameters;
           visit(u, [&](int q) {
             Parameter& p = parameters[static_cast<std::size_t>(q)];

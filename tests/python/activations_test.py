@@ -144,6 +144,25 @@ class OneRank(unittest.TestCase):
             results.append([loss.item(), *[p.grad.sum().item() for p in model.parameters()]])
         self.assertEqual(*results)
 
+    def test_an_inplace_change_of_what_stays_is_refused(self):
+        class Changes(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.a = nn.Linear(64, 64)
+
+            def forward(self, x):
+                y = torch.sigmoid(self.a(x))  # Its backward pass reads y.
+                y += 1
+                return y.sum()
+
+        model = Changes()
+        for least_bytes in (1, 1 << 30):
+            with forebay.offload_activations(model, least_bytes=least_bytes):
+                with self.assertRaisesRegex(RuntimeError, "modified by an inplace operation.*expected version"):
+                    model(torch.ones(64, 64)).backward()
+        with self.assertRaisesRegex(RuntimeError, "modified by an inplace operation"):
+            model(torch.ones(64, 64)).backward()
+
     def test_each_pass_says_why_there_is_no_place(self):
         model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
         with forebay.offload_activations(model, tier="nvme:/proc/no-such-directory", least_bytes=256):

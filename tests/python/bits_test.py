@@ -3,6 +3,7 @@
 Nothing of the library takes part in the reference, except for the division of the model into units.
 """
 
+import math
 import os
 import unittest
 
@@ -57,6 +58,8 @@ def trained(model, batches, is_sharded, micro_steps=2, clip=None, groups=False, 
         optimizer.step()
         if is_sharded and clip is None:
             seen.append(optimizer.grad_norm)
+        elif is_sharded:
+            assert math.isclose(optimizer.grad_norm, found, rel_tol=1e-5), "the norm is that before clipping"
         optimizer.zero_grad()
     return seen, {name: value.clone() for name, value in model.state_dict().items()}
 

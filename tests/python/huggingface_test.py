@@ -247,6 +247,28 @@ class Accelerate(Close):
         self.close(self.losses(True), expected)
         self.close(self.losses(True, wraps=True), expected)
 
+    def test_mixed_precision_is_that_of_accelerate(self):
+        import accelerate
+        accelerate.state.AcceleratorState._reset_state(True)
+        try:
+            accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+            for stage in (None, 0, 3):
+                model, seen = llama(), set()
+                if stage is not None:
+                    forebay.shard(model, stage=stage)
+                model.lm_head.register_forward_hook(lambda module, given, output: seen.add(output.dtype))
+                model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+                if stage == 3:
+                    with self.assertRaisesRegex(forebay.Unsupported, "autocast over fp32 parameters"):
+                        model(**inputs(model, 0))
+                    continue
+                loss = model(**inputs(model, 0)).loss
+                self.assertEqual((seen, loss.dtype), ({torch.bfloat16}, torch.float32))
+                accelerator.backward(loss)
+                optimizer.step()
+        finally:
+            accelerate.state.AcceleratorState._reset_state(True)
+
     def test_a_state_that_accelerate_saved(self):
         import accelerate
         with tempfile.TemporaryDirectory() as directory, warnings.catch_warnings():

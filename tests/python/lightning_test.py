@@ -7,6 +7,7 @@ import sys
 import tempfile
 import unittest
 import warnings
+from unittest import mock
 
 import support
 
@@ -56,11 +57,12 @@ class Module(pl.LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)]
 
 
-def fit(directory, options=None, epochs=2, path=None, devices=1):
+def fit(directory, options=None, epochs=2, path=None, devices=1, precision="32-true", make=Module):
     """Options: of shard(); None: Lightning's DDP."""
     pl.seed_everything(0)
-    module = Module()
+    module = make()
     trainer = pl.Trainer(
+        precision=precision,
         strategy="ddp" if options is None else forebay.lightning.Strategy(**options), devices=devices,
         accelerator="cpu", max_epochs=epochs, limit_train_batches=3, limit_val_batches=1, num_sanity_val_steps=1,
         accumulate_grad_batches=2, gradient_clip_val=0.5, logger=False, enable_progress_bar=False,
@@ -94,6 +96,58 @@ class Lightning(unittest.TestCase):
             self.assertEqual(forebay.digest(rest), forebay.digest(whole))
             trainer.strategy.remove_checkpoint(path)
             self.assertEqual(os.listdir(directory), [])
+
+    def test_the_learning_rate_goes_on(self):
+        with tempfile.TemporaryDirectory() as directory:
+            whole, trainer = fit(directory, {"stage": 1}, epochs=6)
+            expected = trainer.optimizers[0].param_groups[0]["lr"]
+            _, trainer = fit(directory, {"stage": 1}, epochs=3)
+            trainer.save_checkpoint(os.path.join(directory, "last.ckpt"))
+            os.mkdir(os.path.join(directory, "links"))
+            link = os.path.join(directory, "links", "link.ckpt")  # As ModelCheckpoint(save_last="link") makes.
+            os.symlink("../last.ckpt", link)
+            rest, trainer = fit(directory, {"stage": 1}, epochs=6, path=link)
+            self.assertEqual(trainer.optimizers[0].param_groups[0]["lr"], expected)
+            self.assertEqual(forebay.digest(rest), forebay.digest(whole))
+
+    def test_a_kill_in_a_save_leaves_the_checkpoint_before_it(self):
+        with tempfile.TemporaryDirectory() as directory:
+            path = os.path.join(directory, "last.ckpt")
+            first, trainer = fit(directory, {"stage": 1}, epochs=1)
+            digest = forebay.digest(first)
+            trainer.save_checkpoint(path)
+            second, trainer = fit(directory, {"stage": 1}, epochs=2, path=path)
+            for killed in ("torch.save", "forebay.save"):
+                with mock.patch(killed, side_effect=KeyboardInterrupt), self.assertRaises(KeyboardInterrupt):
+                    trainer.save_checkpoint(path)
+                again, _ = fit(directory, {"stage": 1}, epochs=1, path=path)
+                self.assertEqual(forebay.digest(again), digest, killed)
+            trainer.save_checkpoint(path)
+            self.assertEqual(len(os.listdir(path + ".forebay")), 1)
+            again, _ = fit(directory, {"stage": 1}, epochs=2, path=path)
+            self.assertEqual(forebay.digest(again), forebay.digest(second))
+
+    def test_a_second_fit_has_a_new_optimizer(self):
+        seen = []
+        for options in (None, {"stage": 1}):
+            with tempfile.TemporaryDirectory() as directory:
+                module, trainer = fit(directory, options, epochs=1)
+                trainer.fit_loop.max_epochs = 2
+                trainer.fit(module, torch.utils.data.DataLoader(Batches(), batch_size=2))
+                seen.append(module.seen[-3:])
+        self.close(seen[1], seen[0])
+
+    def test_mixed_precision_is_that_of_lightning(self):
+        for options in (None, {"stage": 0}):
+            with tempfile.TemporaryDirectory() as directory:
+                dtypes = set()
+
+                class Watched(Module):
+                    def __init__(self):
+                        super().__init__()
+                        self.net.blocks[0].up.register_forward_hook(lambda module, given, output: dtypes.add(output.dtype))
+                fit(directory, options, epochs=1, precision="bf16-mixed", make=Watched)
+                self.assertEqual(dtypes, {torch.bfloat16}, options)
 
     def test_two_ranks_under_torchrun(self):
         expected = support.torchrun(__file__, 2, {"options": None})

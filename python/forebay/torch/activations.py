@@ -67,6 +67,11 @@ class _Saved:
                 pass
 
 
+def _kept(t: torch.Tensor) -> Tuple[torch.Tensor, Optional[int]]:
+    """A tensor that stays, and its version: torch checks none of a tensor that a hook packs."""
+    return t, None if t.is_inference() else t._version
+
+
 class ActivationOffload:
     """The result of offload_activations(). remove() ends it; so does `with`."""
 
@@ -134,19 +139,19 @@ class ActivationOffload:
     def _pack(self, t: torch.Tensor) -> Any:
         of = self.current
         if of is None or type(t) is not torch.Tensor or t.layout != torch.strided or t.device != self.device:
-            return t
+            return _kept(t)
         storage = t.untyped_storage()
         size = storage.nbytes()
         # A small part of a large storage would bring all of it along.
         if size < self.least_bytes or storage.data_ptr() in self.skipped or 2 * t.numel() * t.element_size() < size:
-            return t
+            return _kept(t)
         reference = StorageWeakRef(storage)
         key = (reference.cdata, t._version)
         if key not in of.known:
             of.known[key] = (reference, self._save(of, storage))
         saved = of.known[key][1]
         if saved is None:
-            return t
+            return _kept(t)
         return saved, t.dtype, t.storage_offset(), t.shape, t.stride()
 
     def _save(self, of: _Pass, storage: torch.UntypedStorage) -> Optional[_Saved]:
@@ -165,8 +170,13 @@ class ActivationOffload:
         return _Saved(self, of, slot, storage)
 
     def _unpack(self, packed: Any) -> torch.Tensor:
-        if isinstance(packed, torch.Tensor):
-            return packed
+        if len(packed) == 2:
+            t, version = packed
+            if version is not None and t._version != version:
+                raise RuntimeError(f"a tensor of shape {list(t.shape)} that the backward pass needs has been modified by an inplace "
+                                   f"operation: it is at version {t._version}; expected version {version}. Let the operation return "
+                                   "a new tensor")
+            return t
         saved, dtype, offset, shape, stride = packed
         return torch.empty(0, dtype=dtype, device=self.device).set_(saved.load(), offset, shape, stride)
 

@@ -41,9 +41,10 @@ def _teach_accelerate(module: ModuleType) -> None:
     def model_as_it_is(self: Any, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         if "_forebay" not in model.__dict__:
             return prepare_model(self, model, *args, **kwargs)
-        if not any(one is model for one in self._models):
-            self._models.append(model)
-        return model
+        if any(one is model for one in self._models):
+            return model
+        kwargs.update(device_placement=False, evaluation_mode=True)  # With autocast, and without a wrapper such as DDP.
+        return prepare_model(self, model, **kwargs)
 
     @functools.wraps(prepare_optimizer)
     def wrapped(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:

@@ -76,8 +76,14 @@ class Optimizer(torch.optim.Optimizer):
             raise InvalidArgument(f"the sharded model updates by {_NAMES[given]}, and the optimizer is {_NAMES[rule]}; give "
                                   f"shard(optimizer=\"{rule}\"), or make the optimizer right after shard()")
         sharded.commit(self.param_groups, rule)
+        self.is_replaced = False
+        if sharded.optimizer is not None:
+            sharded.between_steps()
+            sharded.engine.reset_moments()
+            sharded.optimizer.is_replaced, sharded.optimizer = True, None
         sharded.guard.begin_step()
         wanted = _groups_of(self.param_groups)
+        self.parameter_count = len(wanted)
         if {p: sharded.groups.get(p, 0) for p in wanted} != wanted:
             raise InvalidArgument("the model was used, or had another optimizer, before this one with other parameter "
                                   "groups was made; make one optimizer right after shard()")
@@ -123,6 +129,12 @@ class Optimizer(torch.optim.Optimizer):
             if wrapped.state:
                 raise InvalidArgument(_NO_MOMENTS)
             wrapped._opt_called = True  # Its schedulers ask for this.
+        if sum(len(group["params"]) for group in self.param_groups) != self.parameter_count:
+            raise Unsupported("parameters were taken out of param_groups, or added, after the optimizer was made; freeze a "
+                              "parameter by requires_grad_(False) between steps, which leaves it as it is")
+        if self.is_replaced:
+            raise InvalidArgument("another optimizer of this model was made after this one, and the moments began anew; call "
+                                  "its step(), or make one optimizer")
         scale = getattr(self, "grad_scale", None)  # GradScaler's, while gradients are scaled.
         if scale is not None:
             for gradient in self.sharded.stand_ins.values():
@@ -130,6 +142,7 @@ class Optimizer(torch.optim.Optimizer):
         result = self.sharded.step(self.param_groups)
         if result is not None:
             self.last = result
+            self.sharded.optimizer = self
             self.grad_norm = None if result.skipped else self.sharded.norm
         return loss
 
@@ -176,11 +189,14 @@ def _groups_of(groups: Iterable[Dict[str, Any]]) -> Dict[nn.Parameter, int]:
 
 
 def _listed(groups: Iterable[Any]) -> List[Any]:
-    """Parameters, or groups with lists of them: a generator could be read once only."""
+    """Parameters, or groups with lists of them, without names: a generator could be read once only."""
+    def unnamed(one: Any) -> Any:
+        return one[1] if isinstance(one, tuple) else one
+
     def listed(group: Dict[str, Any]) -> Dict[str, Any]:
         params = group["params"]
-        return {**group, "params": [params] if isinstance(params, torch.Tensor) else list(params)}
-    return [listed(one) if isinstance(one, dict) else one for one in groups]
+        return {**group, "params": [params] if isinstance(params, torch.Tensor) else [unnamed(p) for p in params]}
+    return [listed(one) if isinstance(one, dict) else unnamed(one) for one in groups]
 
 
 def _make(rule: str, model: Any, params: Any, given: Dict[str, Any], switches: Dict[str, Any]) -> Optimizer:
@@ -312,7 +328,7 @@ def _rule_of(optimizer: torch.optim.Optimizer) -> str:
     if (kind.__name__ == "Lion" and all(known.issuperset(group) for group in optimizer.param_groups)
             and not getattr(optimizer, "decoupled_wd", False)):
         return "lion"
-    raise Unsupported(f"{kind.__name__} cannot run in shards; use torch.optim.AdamW, Adam, SGD, Adafactor or Muon, or "
+    raise Unsupported(f"{kind.__module__}.{kind.__name__} cannot run in shards; use torch.optim.AdamW, Adam, SGD, Adafactor or Muon, or "
                       "forebay.Lion(model)")
 
 

@@ -231,6 +231,7 @@ class Sharded:
         self.has_gradients = False
         self.norm: Optional[float] = None
         self.said: Set[str] = set()  # Warnings.
+        self.optimizer: Any = None  # The one whose moments the engine has, if it has made a step.
         self.switched: List[str] = []  # The parameters of which requires_grad was followed before this step.
         self.stand_ins: Dict[nn.Parameter, stand_in.Gradient] = {}
         self.needs_values = any(t.is_meta for t in itertools.chain(model.parameters(), model.buffers()))
@@ -657,6 +658,7 @@ class Sharded:
     def gradient_norm(self) -> float:
         """The norm of all gradients of this step, averaged over ranks. Collective."""
         if self.norm is None:
+            self.end_evaluation()
             self.norm = self.engine.norm()
         return self.norm
 

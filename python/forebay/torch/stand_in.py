@@ -44,6 +44,9 @@ class Gradient(torch.Tensor):
         return torch.tensor(value, dtype=torch.float32, device=self.device)
 
     def scale(self, factor: Any) -> "Gradient":
+        if isinstance(factor, torch.Tensor) and factor.numel() != 1:
+            raise Unsupported(f"a gradient of a sharded model was multiplied by a tensor of {factor.numel()} elements; gradients lie "
+                              "in shards, so change them by Tensor.register_hook(), or scale all of them by one number")
         self.factor *= float(factor)
         return self
 

@@ -421,6 +421,7 @@ def restore(model: nn.Module, directory: Path) -> Any:
     sharded.between_steps()
     text = sharded.engine.load(directory)
     sharded.without_values.clear()
+    sharded.optimizer = None  # The moments are those of the state.
     try:
         saved = json.loads(text) if text else {}
         shapes = {name: entry["shape"] for name, entry in saved.get("parameters", {}).items()}

@@ -533,6 +533,30 @@ void Engine::freeze(ParameterId parameter, bool frozen) {
   impl.values_fingerprint = XXH3_64bits_withSeed(call, sizeof(call), impl.values_fingerprint);
 }
 
+void Engine::reset_moments() {
+  Impl& impl = *impl_;
+  impl.expect(Impl::Phase::kIdle, "reset_moments()");
+  impl.settle_updates();
+  std::vector<float> zeros;
+  for (int unit = 0; unit < impl.unit_count(); ++unit) {
+    const std::uint64_t count = impl.unit(unit).updated_count;
+    for (const StateField field : impl.saved_fields()) {
+      if (field == StateField::kMaster || field == StateField::kAverage) continue;
+      for (std::uint64_t done = 0; done < count; done += zeros.size()) {
+        zeros.assign(std::min(count - done, kExchangeBytes / sizeof(float)), 0.0f);
+        impl.write_state(unit, field, done, zeros);
+      }
+    }
+    if (impl.unit(unit).factored.empty()) continue;
+    zeros.assign(impl.plan.factor_counts[static_cast<std::size_t>(unit)], 0.0f);
+    impl.copy_in(reinterpret_cast<std::byte*>(impl.unit(unit).factors), zeros.data(),
+                 zeros.size() * sizeof(float));
+  }
+  impl.applied_steps = 0;
+  constexpr char kCall[] = "reset_moments";
+  impl.values_fingerprint = XXH3_64bits_withSeed(kCall, sizeof(kCall), impl.values_fingerprint);
+}
+
 void Engine::visit_parameters(const std::function<void(const ParameterShape&, Span<const float>)>& visitor) {
   Impl& impl = *impl_;
   impl.expect(Impl::Phase::kIdle, "visit_parameters()");
@@ -549,6 +573,7 @@ void Engine::visit_parameters(const std::function<void(const ParameterShape&, Sp
 }
 
 std::string Engine::digest() {
+  impl_->expect(Impl::Phase::kIdle, "digest()");
   XXH3_state_t state;
   XXH3_128bits_reset(&state);
   visit_parameters([&](const ParameterShape&, std::span<const float> values) {

@@ -47,10 +47,10 @@ void Engine::Impl::acquire(int index, bool backward) {
   come_to({index, backward ? UnitEvent::Kind::kBackward : UnitEvent::Kind::kForward});
 }
 
-// Units without a backward pass are allowed; a micro-step without any is a mistake. Otherwise weight decay
-// and zeros would change the weights.
+// Units without a backward pass are allowed; a step without any is a mistake. A trainer may look at its model
+// once more after a backward pass.
 void Engine::Impl::check_backward_passes() {
-  if (forward_leases == 0 || backward_leases > 0) return;
+  if (forward_leases == 0 || backward_leases > 0 || micro_step > 0) return;
   const bool any_trainable =
       std::any_of(plan.layouts.begin(), plan.layouts.end(),
                   [](const UnitLayout& unit_layout) { return unit_layout.trainable_count > 0; });
@@ -66,8 +66,9 @@ void Engine::Impl::acquired(int index, Stream stream, bool backward) {
   const std::vector<int> owners = units_read_by(model, index);
   for (const int owner : owners) {
     Unit& u = unit(owner);
-    if (!after_evaluation) u.used = true;
     if (reads(index, backward)) ++u.readers;
+    // A frozen unit goes on, for the moving average.
+    if (!after_evaluation && (backward || !has_gradients(owner))) u.used = true;
     if (backward) {
       ++u.open_backwards;
       if (u.reduced) {
@@ -87,6 +88,15 @@ void Engine::Impl::acquired(int index, Stream stream, bool backward) {
     if (unit(other).readers > 0) last_readers.push_back(other);
   }
   prefetch_next();
+}
+
+// Whether some parameter of the unit has a gradient in this step.
+bool Engine::Impl::has_gradients(int index) const {
+  const std::vector<ParameterShape>& parameters = shape(index).parameters;
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    if (!parameters[i].frozen && !units[static_cast<std::size_t>(index)].fixed[i]) return true;
+  }
+  return false;
 }
 
 void Engine::Impl::prefetch_next() {

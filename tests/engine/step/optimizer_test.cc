@@ -204,6 +204,45 @@ TEST_P(OptimizerContract, AResumedRunGivesTheSameBits) {
   std::filesystem::remove_all(directory);
 }
 
+// A second optimizer over the same weights.
+TEST_P(OptimizerContract, AfterAResetItIsThatOfTheFirstStep) {
+  for (const auto& [stage, setting] : {std::pair(0, kSettings[0]), std::pair(1, kSettings[1]),
+                                       std::pair(2, kSettings[2]), std::pair(3, kSettings[4])}) {
+    const ToyOptions options = options_of(GetParam(), stage, DataType::kFloat32, 3, setting);
+    run_ranks(3, {}, [&, setting = setting](Rank& rank) {
+      ToyTrainer trainer(options, rank), other(options, rank);
+      trainer.initialize();
+      for (int step = 0; step < 2; ++step) static_cast<void>(trainer.step(step));
+      trainer.engine().reset_moments();
+      EXPECT_EQ(trainer.engine().applied_steps(), 0u);
+      EXPECT_EQ(trainer.engine().attempted_steps(), 2u);
+      ToyResult result, expected;
+      trainer.collect(result);
+      other.set(result);
+      for (int step = 2; step < 4; ++step) {
+        static_cast<void>(trainer.step(step));
+        static_cast<void>(other.step(step));
+      }
+      trainer.collect(result);
+      other.collect(expected);
+      EXPECT_EQ(result.masters, expected.masters) << text_of(options);
+    });
+  }
+}
+
+TEST(Optimizers, ARankThatAloneResetsItsMomentsIsTold) {
+  const ToyOptions options = options_of({Optimizer::kAdamW, MomentFormat::kFloat32, true, 0.0}, 1,
+                                        DataType::kFloat32, 3, kSettings[0]);
+  run_ranks(3, {}, [&](Rank& rank) {
+    ToyTrainer trainer(options, rank);
+    trainer.initialize();
+    static_cast<void>(trainer.step(0));
+    if (rank.communicator->rank() == 1) trainer.engine().reset_moments();
+    EXPECT_THROW(static_cast<void>(trainer.step(1)), Error);
+    EXPECT_THROW(trainer.engine().reset_moments(), Error);
+  });
+}
+
 INSTANTIATE_TEST_SUITE_P(All, OptimizerContract, ::testing::ValuesIn(kRules),
                          [](const auto& p) { return name_of(p.param); });
 

@@ -642,7 +642,8 @@ FOREBAY_API int32_t forebay_engine_shard_digest(forebay_engine* engine, char dig
  * In recorded order the option micro-steps is the most that a step may have: forebay_step() takes those that
  * were begun, and the average is over them. A micro-step ends with the next micro-step, an evaluation,
  * forebay_norm() or forebay_step(); a unit that had a forward and no backward pass by then contributes
- * nothing. A micro-step with forward passes and no backward pass at all is refused.
+ * nothing. Forward passes and no backward pass at all are refused in the first micro-step; a later one adds
+ * zeros, and counts in the average. A unit without a backward pass on any rank keeps its weights, m and v.
  *
  * A gradient that was never asked for in a step is zero. One that was asked for is used as it is: a trainer
  * that asks for an address and writes nothing there gives the engine the bytes of an earlier use. With the
@@ -785,6 +786,10 @@ FOREBAY_API int32_t forebay_save_end(forebay_engine* engine);
  * value and optimizer states stay. Every rank makes the same calls. */
 FOREBAY_API int32_t forebay_engine_freeze(forebay_engine* engine, int32_t unit, int32_t index,
                                           int32_t frozen);
+
+/* Sets all m and v to zero, and the number "applied_steps": the next step is the first of another optimizer.
+ * Every rank makes the call, between steps. */
+FOREBAY_API int32_t forebay_engine_reset_moments(forebay_engine* engine);
 
 /* Exchanges the weights and their moving average (option "ema"), so that evaluations and forebay_engine_get()
  * are of the average; the next call exchanges them again. No step and no saving in between. Collective.

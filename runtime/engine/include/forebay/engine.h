@@ -401,6 +401,10 @@ class Engine {
   // Requires: it is not frozen by add_parameter(); every rank makes the same calls, which step() checks.
   // Order: after commit(), between steps.
   void freeze(ParameterId parameter, bool frozen = true);
+  // Sets all m and v, and Adafactor's factors, to zero, and applied_steps() too: the next step is the first
+  // of another optimizer. The weights, their moving average and attempted_steps() stay. Requires: every rank
+  // makes the call, which step() checks. Order: after commit(), between steps.
+  void reset_moments();
   // Visits the masters of all parameters in order of registration, with one unit at a time in host memory.
   // Order: collective.
   void visit_parameters(const std::function<void(const ParameterShape&, Span<const float>)>& visitor);
@@ -420,8 +424,9 @@ class Engine {
   // Order:  after commit() or step(), while nothing is spilled.
   // Errors: the failure of a peer, a device or a store since the last step.
   void step_begin();
-  // Begins the forward pass of a micro-step. In recorded order a micro-step with a forward pass needs a
-  // backward pass of some unit before it ends. Requires: micro-steps in order, each once; no lease is alive.
+  // Begins the forward pass of a micro-step. In recorded order a step with forward passes needs a backward
+  // pass of some unit in its first micro-step; a later micro-step without one adds zeros, and counts in the
+  // average. Requires: micro-steps in order, each once; no lease is alive.
   void micro_step_begin(int index);
   // Leases the next unit in order of registration; in recorded order, any unit. Reads on `stream` wait for
   // its gather; the host does not wait.
@@ -435,7 +440,8 @@ class Engine {
   //           gradient is not complete in this micro-step.
   Lease backward(UnitId unit, Stream stream);
   // In place of forward(): this rank does not use `unit` in this micro-step and contributes zeros. A unit
-  // that all ranks skip in every micro-step keeps its weights, m and v. In recorded order it has no effect.
+  // that all ranks skip in every micro-step keeps its weights, m and v. In recorded order it has no effect: a
+  // unit without a backward pass on any rank keeps them.
   // Requires: a unit that is not shared.
   void skip(UnitId unit);
   // Opens a forward pass without gradients: forward() leases units until evaluation_end(). It changes no bit

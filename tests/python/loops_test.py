@@ -1,0 +1,133 @@
+"""Loops that people write around a model, on one rank: the weights of plain torch, at stages 0 and 3."""
+
+import unittest
+import warnings
+
+import support
+
+support.need("torch")
+support.need_library()
+
+import torch
+from torch import nn
+
+import forebay
+
+torch.set_num_threads(1)
+STAGES = (0, 3)
+
+
+def make():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+
+
+def inputs(step):
+    return torch.full((2, 8), 0.5 + 0.25 * step)
+
+
+class Loops(unittest.TestCase):
+    def compare(self, loop, stage, rule="AdamW"):
+        """`loop(model, optimizer)`; optimizer(model) makes one of that rule."""
+        plain, model = make(), forebay.shard(make(), stage=stage)
+        loop(plain, lambda m: getattr(torch.optim, rule)(m.parameters(), lr=0.05))
+        loop(model, lambda m: getattr(forebay, rule)(m, lr=0.05))
+        values = model.state_dict()
+        for name, value in plain.state_dict().items():
+            self.assertLess((values[name] - value).abs().max().item(), 2e-6, (stage, name))
+
+    def test_an_evaluation_between_backward_and_clipping(self):
+        def loop(model, adamw):
+            optimizer = adamw(model)
+            for step in range(3):
+                model(inputs(step)).square().sum().backward()
+                with torch.no_grad():
+                    model(inputs(step))
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                optimizer.step()
+                optimizer.zero_grad()
+        for stage in STAGES:
+            self.compare(loop, stage)
+
+    def test_a_forward_pass_that_nobody_differentiates(self):
+        def loop(model, adamw, before, clips):
+            optimizer = adamw(model)
+            for step in range(3):
+                if before:
+                    model(inputs(step))
+                model(inputs(step)).square().sum().backward()
+                if not before:
+                    model(inputs(step))
+                if clips:
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                optimizer.step()
+                optimizer.zero_grad()
+        for stage in STAGES:
+            for before in (False, True):
+                for clips in (False, True):
+                    self.compare(lambda *given: loop(*given, before, clips), stage, "SGD")
+
+    def test_a_module_whose_output_is_detached_stays(self):
+        for stage in STAGES:
+            model = forebay.shard(make(), stage=stage, units=["Linear"])
+            optimizer = forebay.AdamW(model, lr=0.05, weight_decay=0.5)
+            before = {name: value.clone() for name, value in model.state_dict().items()}
+            for step in range(3):
+                h = model[1](model[0](inputs(step)))
+                model[2](h.detach()).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            for name, value in model.state_dict().items():
+                self.assertEqual(torch.equal(value, before[name]), name.startswith("0."), (stage, name))
+
+    def test_a_second_optimizer_begins_anew(self):
+        def loop(model, adamw):
+            for _ in range(2):
+                optimizer = adamw(model)
+                for step in range(3):
+                    model(inputs(step)).square().sum().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+        for stage in STAGES:
+            self.compare(loop, stage)
+
+    def test_an_optimizer_that_another_replaced_makes_no_step(self):
+        model = forebay.shard(make(), stage=1)
+        first, second = forebay.AdamW(model, lr=0.05), forebay.AdamW(model, lr=0.05)
+        model(inputs(0)).square().sum().backward()
+        first.step()  # Neither had made one.
+        with self.assertRaisesRegex(forebay.InvalidArgument, "gradients wait"):
+            model(inputs(0)).square().sum().backward()
+            forebay.AdamW(model, lr=0.05)
+        first.zero_grad()
+        third = forebay.AdamW(model, lr=0.05)
+        model(inputs(0)).square().sum().backward()
+        with self.assertRaisesRegex(forebay.InvalidArgument, "another optimizer of this model was made after this one"):
+            first.step()
+        third.step()
+        del second
+
+    def test_what_shards_cannot_do_is_refused(self):
+        model = forebay.shard(make(), stage=1)
+        optimizer = forebay.AdamW(model, lr=0.05)
+        model(inputs(0)).square().sum().backward()
+        with self.assertRaisesRegex(forebay.Unsupported, "multiplied by a tensor of 8 elements"):
+            model[0].bias.grad.mul_(torch.ones(8))
+        taken = optimizer.param_groups[0]["params"].pop()
+        with self.assertRaisesRegex(forebay.Unsupported, "taken out of param_groups"):
+            optimizer.step()
+        optimizer.param_groups[0]["params"].append(taken)
+        optimizer.step()
+
+    def test_parameters_with_their_names(self):
+        model = forebay.shard(make(), stage=1)
+        optimizer = forebay.AdamW(model.named_parameters(), 0.05)
+        self.assertEqual([id(p) for p in optimizer.param_groups[0]["params"]], [id(p) for p in model.parameters()])
+        model = forebay.shard(make(), stage=1)
+        optimizer = forebay.AdamW(model, [{"params": model.named_parameters(), "lr": 0.05}])
+        self.assertEqual(len(optimizer.param_groups[0]["params"]), 4)
+
+
+if __name__ == "__main__":
+    with warnings.catch_warnings():
+        support.main()
