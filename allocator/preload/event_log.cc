@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -59,11 +60,13 @@ EventLog* EventLog::of_process() noexcept {
 
 // Touching mapped memory without disk space behind it kills the process, so the space is taken first. The
 // file is opened by its name each time: programs close descriptors that they do not know, and another file
-// may then have the number.
+// may then have the number. The directory may be another user's by then, with a link in the file's place.
 int EventLog::back(std::uint64_t offset, std::uint64_t bytes) const {
-  const int file = ::open(path_.c_str(), O_RDWR | O_CLOEXEC);
+  const int file = ::open(path_.c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
   if (file < 0) return errno;
-  const int error = take_disk(file, offset, bytes);
+  struct stat facts {};
+  const bool is_same = ::fstat(file, &facts) == 0 && facts.st_dev == device_ && facts.st_ino == inode_;
+  const int error = is_same ? take_disk(file, offset, bytes) : ESTALE;
   ::close(file);
   return error;
 }
@@ -108,7 +111,8 @@ void EventLog::start(PreloadRecord& record) {
   }
   if (file < 0) return complain(std::string(directory) + ": " + std::strerror(errno));
   void* memory = MAP_FAILED;
-  if (take_disk(file, 0, header_bytes()) == 0) {
+  struct stat facts {};
+  if (take_disk(file, 0, header_bytes()) == 0 && ::fstat(file, &facts) == 0) {
     memory = ::mmap(nullptr, all_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
   }
   ::close(file);
@@ -125,8 +129,8 @@ void EventLog::start(PreloadRecord& record) {
   header->block_offset = header_bytes() + event_bytes;
   header->event_capacity.store(event_bytes / sizeof(PreloadEvent), std::memory_order_relaxed);
   char* const from_root = ::realpath(path.c_str(), nullptr);
-  auto* made =
-      new EventLog(static_cast<unsigned char*>(memory), from_root != nullptr ? from_root : path, record);
+  auto* made = new EventLog(static_cast<unsigned char*>(memory), from_root != nullptr ? from_root : path,
+                            facts, record);
   std::free(from_root);
   made->block_limit_ = block_bytes / sizeof(PreloadBlock);
   header->magic.store(kPreloadEventsMagic, std::memory_order_release);
@@ -134,9 +138,11 @@ void EventLog::start(PreloadRecord& record) {
   log_of_process.store(made, std::memory_order_release);
 }
 
-EventLog::EventLog(unsigned char* memory, std::string path, PreloadRecord& record)
+EventLog::EventLog(unsigned char* memory, std::string path, const struct stat& facts, PreloadRecord& record)
     : memory_(memory),
       path_(std::move(path)),
+      device_(facts.st_dev),
+      inode_(facts.st_ino),
       record_(record),
       header_(*reinterpret_cast<PreloadEventsHeader*>(memory)),
       start_ns_(clock_ns(CLOCK_MONOTONIC)) {}

@@ -5,6 +5,8 @@
 // for the file.
 #pragma once
 
+#include <sys/stat.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <mutex>
@@ -53,7 +55,7 @@ class EventLog {
     std::uint16_t number = 0;  // 0: this entry is free.
   };
 
-  EventLog(unsigned char* memory, std::string path, PreloadRecord& record);
+  EventLog(unsigned char* memory, std::string path, const struct stat& facts, PreloadRecord& record);
   // Takes disk space for this part of the file. 0, or an errno.
   int back(std::uint64_t offset, std::uint64_t bytes) const;
   std::uint64_t free_bytes(int device, std::uint64_t driver_free_bytes);
@@ -71,6 +73,8 @@ class EventLog {
 
   unsigned char* const memory_;
   const std::string path_;  // Absolute.
+  const dev_t device_;      // The number of the file.
+  const ino_t inode_;
   PreloadRecord& record_;
   PreloadEventsHeader& header_;
   const std::uint64_t start_ns_;

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <functional>
 #include <iterator>
@@ -610,6 +611,47 @@ PreloadEventLog events_of(const std::string& directory, const std::function<void
 
 DevicePtr at(std::uintptr_t address) {
   return reinterpret_cast<DevicePtr>(address);
+}
+
+// The directory of `forebay run` goes at its end, and another user may make it again.
+TEST(PreloadEvents, AFileThatAnotherTookThePlaceOfIsNotWritten) {
+  for (const bool is_link : {true, false}) {
+    const TemporaryDirectory directory;
+    const TemporaryDirectory others;
+    const std::string victim = others / "victim";
+    std::ofstream(victim) << "victim\n";
+    const pid_t child = ::fork();
+    if (child == 0) {
+      ::setenv(kPreloadEventsVariable, "8MiB", 1);
+      ::setenv(kPreloadRecordsVariable, (directory / ".").c_str(), 1);
+      EventLog::start(preload_record_of_process(PreloadMode::kArena));
+      EventLog* const log = EventLog::of_process();
+      if (log == nullptr) ::_exit(1);
+      for (const auto& entry : std::filesystem::directory_iterator(directory / ".")) {
+        if (entry.path().extension() != ".events") continue;
+        std::filesystem::remove(entry.path());
+        if (is_link) {
+          std::filesystem::create_symlink(victim, entry.path());
+        } else {
+          std::filesystem::create_hard_link(victim, entry.path());
+        }
+      }
+      for (std::uintptr_t i = 1; i <= 50'000; ++i) {
+        BlockFacts facts;
+        log->allocated(at(i << 20), {.bytes = 4096, .device = 0}, nullptr, &facts);
+        log->freed(at(i << 20), facts);
+      }
+      ::_exit(0);
+    }
+    int status = -1;
+    EXPECT_EQ(::waitpid(child, &status, 0), child);
+    EXPECT_EQ(status, 0);
+    EXPECT_EQ(read_text(victim), "victim\n") << is_link;
+    const Result<std::vector<PreloadReport>> records = read_preload_records(directory / ".");
+    ASSERT_TRUE(records.ok() && records.value().size() == 1);
+    EXPECT_TRUE(has(records.value().front().problem, "there is no more room"))
+        << records.value().front().problem;
+  }
 }
 
 // Each live block has an entry of its own, and entries of freed blocks serve again.
