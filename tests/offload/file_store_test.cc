@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <deque>
 #include <filesystem>
 #include <functional>
@@ -285,6 +286,24 @@ TEST_P(FileStore, TakesUpWhatCameBackShortOrInterrupted) {
       EXPECT_EQ(outcome.statistics.continued_count, std::min<std::uint64_t>(3, script.submitted - n + 1));
     }
   }
+}
+
+// Nobody else takes the results from the drive.
+TEST_P(FileStore, AWaitOfNoTimeIsAPoll) {
+  FaultyEngine::Script quiet;
+  auto store = make(quiet);
+  const StoreRange range = store->create_range("w", kBlock).value();
+  Memory memory(kBlock);
+  const StoreTicket ticket = store->write(range, 0, memory.bytes().data(), kBlock).value();
+
+  const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+  Status status(StatusCode::kTimeout, "");
+  while (status.code() == StatusCode::kTimeout && std::chrono::steady_clock::now() < limit) {
+    status = store->wait(ticket, std::chrono::milliseconds(0));
+    std::this_thread::yield();
+  }
+
+  EXPECT_TRUE(status.ok()) << status.to_string();
 }
 
 TEST_P(FileStore, GivesUpOnADriveThatNeverMovesOn) {

@@ -129,6 +129,21 @@ TEST_F(Trainer, RanksOfBatchBAgreeWithOneRankOfBatchNTimesB) {
   }
 }
 
+// More than the pinned buffers for losses.
+TEST_F(Trainer, ManyMicroStepsHaveTheLossOfOneBatch) {
+  TrainerOptions together = options();
+  together.batch = 12;
+  together.steps = 2;
+  TrainerOptions apart = together;
+  apart.batch = 2;
+  apart.micro_steps = 6;
+
+  const TrainingReport one = run_training(together);
+  const TrainingReport six = run_training(apart);
+
+  for (std::size_t i = 0; i < one.loss.size(); ++i) EXPECT_NEAR(six.loss[i], one.loss[i], 1e-5 * one.loss[i]);
+}
+
 TEST_F(Trainer, AResumedRunIsTheSameAsOneThatDidNotStop) {
   TrainerOptions o = options();
   o.ranks = 2;

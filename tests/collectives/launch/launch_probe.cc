@@ -75,6 +75,9 @@ int run_rank(const std::vector<std::string>& arguments) {
   if (mode == "kill" && environment.rank == std::atoi(arguments[4].c_str())) raise(SIGKILL);
   if (mode == "fewer" && !is_too_many) return 0;
   if (is_too_many && environment.rank == environment.size - 1) raise(SIGKILL);
+  if (is_too_many && arguments.size() > 5 && environment.rank == 0) {
+    for (;;) pause();
+  }
   if (mode == "count") {
     int interrupts = 0;
     for (int signal = 0;; ++interrupts) {

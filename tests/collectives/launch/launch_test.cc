@@ -332,6 +332,15 @@ TEST_F(Launch, StartsTheRanksThatAreLeftAgainIfItIsTold) {
   EXPECT_FALSE(std::filesystem::exists(directory_ + "/report.1.0"));
 }
 
+// The launcher itself has to kill rank 0 then.
+TEST_F(Launch, RanksThatItKillsAreNotLost) {
+  start(4, 200ms, {"fewer", "2", "rank 0 hears nothing"});
+
+  EXPECT_EQ(wait(), 0);
+  for (const int size : {4, 3, 2})
+    EXPECT_TRUE(std::filesystem::exists(directory_ + "/report." + std::to_string(size) + ".0")) << size;
+}
+
 // No rank is left, so nothing is started again.
 TEST_F(Launch, EndsWithItsLastRank) {
   start(1, 5s, {"fewer", "0"});

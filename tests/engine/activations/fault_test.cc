@@ -242,6 +242,33 @@ TEST(ActivationFaults, TellOfRanksThatLoadInDifferentOrders) {
   }
 }
 
+TEST(ActivationFaults, TellOfRanksThatLoadMicroBatchesInDifferentOrders) {
+  std::array<Status, 3> outcomes;
+  run_ranks(3, {}, [&](Rank& rank) {
+    const auto number = static_cast<std::size_t>(rank.communicator->rank());
+    Chain chain(rank, slots_of(kPartition), memory_options({.micro_batches = 2}));
+    chain.commit();
+    for (const int micro_batch : {0, 1}) chain.forward(micro_batch);
+    const ActivationSlot slot = slots_of(kPartition).back();
+    for (const int i : {0, 1}) {
+      const int micro_batch = number == 1 ? 1 - i : i;
+      const ActivationLease lease =
+          chain.checkpointer.load({slot.unit, slot.slot, micro_batch}, chain.stream);
+    }
+    throw_if_error(rank.backend->stream_synchronize(chain.stream));
+    try {
+      chain.checkpointer.check();
+    } catch (const Error& error) {
+      outcomes[number] = error.status();
+    }
+  });
+  for (const Status& outcome : outcomes) {
+    EXPECT_NE(outcome.message().find("tensor-parallel rank 1 loaded different activations"),
+              std::string::npos)
+        << outcome.to_string();
+  }
+}
+
 // One that says nothing is found by the deadline.
 TEST(ActivationFaults, WaitForASilentRankNoLongerThanTheDeadline) {
   HostClock clock(HostClock::Mode::kVirtual);
