@@ -44,6 +44,17 @@ void read_help_command(std::vector<std::string>& arguments) {
   arguments.push_back("--help");
 }
 
+// The first option with an empty value, as that of a shell variable that is not set.
+std::string empty_option(const CLI::App& app) {
+  for (const CLI::App* const sub : app.get_subcommands()) {
+    for (const CLI::Option* const option : sub->get_options()) {
+      const std::vector<std::string>& values = option->results();
+      if (std::find(values.begin(), values.end(), "") != values.end()) return option->get_name();
+    }
+  }
+  return {};
+}
+
 int run(std::vector<std::string> arguments) {
   CLI::App app("A memory and offload runtime for training large models", "forebay");
   const std::string version = std::string("forebay ") + forebay::version();
@@ -89,6 +100,8 @@ int run(std::vector<std::string> arguments) {
                         : unknown_word_text(called, unknown.front()),
                     kBadUsage);
   }
+  if (const std::string empty = empty_option(app); !empty.empty())
+    return complain(program, empty + " is empty; give a value, or leave it out", kBadUsage);
   try {
     return action();
   } catch (const Error& error) {

@@ -96,16 +96,21 @@ class Loops(unittest.TestCase):
         first, second = forebay.AdamW(model, lr=0.05), forebay.AdamW(model, lr=0.05)
         model(inputs(0)).square().sum().backward()
         first.step()  # Neither had made one.
+        first.zero_grad()
+        model(inputs(0)).square().sum().backward()
+        with self.assertRaisesRegex(forebay.InvalidArgument, "another optimizer of this model makes its steps"):
+            second.step()
+        first.step()
+        first.zero_grad()
         with self.assertRaisesRegex(forebay.InvalidArgument, "gradients wait"):
             model(inputs(0)).square().sum().backward()
             forebay.AdamW(model, lr=0.05)
         first.zero_grad()
         third = forebay.AdamW(model, lr=0.05)
         model(inputs(0)).square().sum().backward()
-        with self.assertRaisesRegex(forebay.InvalidArgument, "another optimizer of this model was made after this one"):
+        with self.assertRaisesRegex(forebay.InvalidArgument, "another optimizer of this model makes its steps"):
             first.step()
         third.step()
-        del second
 
     def test_what_shards_cannot_do_is_refused(self):
         model = forebay.shard(make(), stage=1)

@@ -106,6 +106,18 @@ def switched(options):
         return {"rank": RANK, "error": str(error)}
 
 
+def joined(options):
+    """A parameter joins the model after shard(). The text of the error."""
+    made = forebay.shard(models.make(), **options)
+    optimizer = forebay.AdamW(made, lr=1e-2)
+    made.norm.adapter = torch.nn.Linear(2, 2)
+    try:
+        models.train(made, optimizer, steps=1, rank=RANK)
+        return {"rank": RANK, "error": ""}
+    except forebay.Error as error:
+        return {"rank": RANK, "error": str(error)}
+
+
 if __name__ == "__main__":
     case = json.loads(sys.argv[1])
     support.show(globals()[case.pop("kind", "run")](**case))

@@ -132,9 +132,9 @@ class Optimizer(torch.optim.Optimizer):
         if sum(len(group["params"]) for group in self.param_groups) != self.parameter_count:
             raise Unsupported("parameters were taken out of param_groups, or added, after the optimizer was made; freeze a "
                               "parameter by requires_grad_(False) between steps, which leaves it as it is")
-        if self.is_replaced:
-            raise InvalidArgument("another optimizer of this model was made after this one, and the moments began anew; call "
-                                  "its step(), or make one optimizer")
+        if self.is_replaced or self.sharded.optimizer not in (None, self):
+            raise InvalidArgument("another optimizer of this model makes its steps, and the moments are that one's; call its "
+                                  "step(), or make a new optimizer, which begins with moments of zero")
         scale = getattr(self, "grad_scale", None)  # GradScaler's, while gradients are scaled.
         if scale is not None:
             for gradient in self.sharded.stand_ins.values():

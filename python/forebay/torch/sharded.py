@@ -240,6 +240,7 @@ class Sharded:
         self.pass_has_gradients = True  # Whether the model's latest forward pass began with gradients enabled.
         self.writing = False  # Within gathered(write=True).
         self.guard: Optional[guard.Guard] = None
+        self.looks = 2  # Passes that look for parameters which joined later.
         for p in self.parameters:
             p._forebay = self
         self.owners = [(m._parameters, name, p) for m in model.modules() for name, p in m._parameters.items()
@@ -271,6 +272,15 @@ class Sharded:
                 raise InvalidArgument(f"parameter {self.names[p]} was replaced or removed after shard(), and the engine would go on "
                                       "with the old one; do that before shard(), and write values within "
                                       "forebay.gathered(model, write=True)")
+
+    def refuse_added(self) -> None:
+        """Errors: InvalidArgument for trainable parameters that joined the model after shard(), on several ranks."""
+        if self.engine is None or self.engine.communicator is None or self.engine.communicator.size == 1:
+            return
+        for name, p in self.model.named_parameters():
+            if p.requires_grad and describe.is_held(p) and getattr(p, "_forebay", None) is not self:
+                raise InvalidArgument(f"parameter {name} joined the model after shard(), so its gradients would differ between "
+                                      "ranks; add it, as by peft.get_peft_model(), before shard()")
 
     # --- the engine ---
 
@@ -398,6 +408,9 @@ class Sharded:
         if self.depth == 1:
             self.pass_has_gradients = torch.is_grad_enabled()
             self.refuse_replaced()
+            if self.pass_has_gradients and self.looks:
+                self.looks -= 1
+                self.refuse_added()
         if not self.residents and self.guard is not None and not self.guard.is_needed():
             return None
         self.commit()

@@ -1,5 +1,6 @@
 #include <cstdio>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -24,8 +25,7 @@ constexpr std::int64_t kCountMost = std::int64_t{1} << 40;
 struct CompareArguments {
   ModelArguments model;
   std::string cluster = "dgx-h100";
-  std::int64_t ranks = 0;         // 0: one host.
-  std::int64_t global_batch = 0;  // 0: one sequence for each rank.
+  std::optional<std::int64_t> ranks, global_batch;
   std::string dtype;
   std::string memory;
   std::vector<int> stages, tensor_parallel, pipeline_parallel;
@@ -33,9 +33,8 @@ struct CompareArguments {
   std::vector<std::uint64_t> batches;
   std::vector<std::string> recompute;
   std::string objective = "time";
-  double price = 0;
-  std::int64_t limit = 0;
-  std::int64_t threads = 0;
+  std::optional<double> price;
+  std::optional<std::int64_t> limit, threads;
   std::string csv, html;
   bool json = false;
 };
@@ -86,12 +85,12 @@ Status read_comparison(const CompareArguments& arguments, ComparisonRequest* req
   base.shape = model.shape;
   base.sequence = model.sequence;
   base.ranks = base.cluster.host_ranks;
-  if (arguments.ranks != 0)
-    FOREBAY_RETURN_IF_ERROR(read_positive("ranks", arguments.ranks, kComparedRanksMost, &base.ranks));
+  if (arguments.ranks)
+    FOREBAY_RETURN_IF_ERROR(read_positive("ranks", *arguments.ranks, kComparedRanksMost, &base.ranks));
   request->global_batch = static_cast<std::uint64_t>(base.ranks);
-  if (arguments.global_batch != 0)
+  if (arguments.global_batch)
     FOREBAY_RETURN_IF_ERROR(
-        read_positive("global-batch", arguments.global_batch, kCountMost, &request->global_batch));
+        read_positive("global-batch", *arguments.global_batch, kCountMost, &request->global_batch));
   base.options.dtype =
       base.cluster.device.flops.contains(DataType::kBfloat16) ? DataType::kBfloat16 : DataType::kFloat16;
   if (!arguments.dtype.empty()) {
@@ -102,10 +101,10 @@ Status read_comparison(const CompareArguments& arguments, ComparisonRequest* req
     FOREBAY_RETURN_IF_ERROR(read_bytes("memory", arguments.memory, &base.options.memory_bytes));
   FOREBAY_RETURN_IF_ERROR(read_choices(arguments, request));
   request->threads = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
-  if (arguments.threads != 0)
-    FOREBAY_RETURN_IF_ERROR(read_positive("threads", arguments.threads, 1024, &request->threads));
-  if (arguments.limit != 0)
-    FOREBAY_RETURN_IF_ERROR(read_positive("limit", arguments.limit, kCountMost, &request->limit));
+  if (arguments.threads)
+    FOREBAY_RETURN_IF_ERROR(read_positive("threads", *arguments.threads, 1024, &request->threads));
+  if (arguments.limit)
+    FOREBAY_RETURN_IF_ERROR(read_positive("limit", *arguments.limit, kCountMost, &request->limit));
 
   text->model = describe_model(model) + "; " + std::to_string(base.ranks) + " ranks of " + base.cluster.name +
                 ", " + std::to_string(request->global_batch) + " sequences in a step";
@@ -116,12 +115,12 @@ Status read_comparison(const CompareArguments& arguments, ComparisonRequest* req
   } else if (arguments.objective != "time") {
     return refuse("--objective is '" + arguments.objective + "'; use time, memory or cost");
   }
-  if (text->objective == Objective::kCost && arguments.price <= 0)
+  if (text->objective == Objective::kCost && !arguments.price)
     return refuse("--objective cost needs the price of a device for an hour; add --price");
-  if (arguments.price != 0 && !(arguments.price > 0 && arguments.price <= kPriceMost))
+  if (arguments.price && !(*arguments.price > 0 && *arguments.price <= kPriceMost))
     return refuse(
-        format_text("--price is %g; use a number above 0, at most %g", arguments.price, kPriceMost));
-  text->price = arguments.price;
+        format_text("--price is %g; use a number above 0, at most %g", *arguments.price, kPriceMost));
+  text->price = arguments.price.value_or(0);
   if (!arguments.csv.empty()) FOREBAY_RETURN_IF_ERROR(check_run_file("--csv", arguments.csv, "setting,"));
   if (!arguments.html.empty())
     FOREBAY_RETURN_IF_ERROR(check_run_file("--html", arguments.html, "<!doctype html>"));

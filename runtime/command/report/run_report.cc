@@ -621,7 +621,8 @@ void print_report_json(std::ostream& out, const std::vector<RunReport>& runs) {
   json["comparable"] = comparison.comparable;
   json["equal"] = comparison.comparable && comparison.difference.empty();
   if (!comparison.difference.empty()) json["difference"] = comparison.difference;
-  out << json.dump(2) << '\n';
+  // Names of files may be no UTF-8.
+  out << json.dump(2, ' ', false, Json::error_handler_t::replace) << '\n';
 }
 
 }  // namespace forebay

@@ -173,6 +173,13 @@ TEST_F(CompareCommand, NamesTheWordThatItCannotUse) {
       {{"--global-batch", "-1"}, "--global-batch is -1"},
       {{"--objective", "joy"}, "--objective is 'joy'; use time, memory or cost"},
       {{"--objective", "cost"}, "--objective cost needs the price of a device for an hour; add --price"},
+      {{"--objective", "cost", "--price", "-1"}, "--price is -1; use a number above 0, at most 1e+09"},
+      {{"--price", "0"}, "--price is 0; use a number above 0, at most 1e+09"},
+      {{"--global-batch", "0"}, "--global-batch is 0; use 1 to "},
+      {{"--limit", "0"}, "--limit is 0; use 1 to "},
+      {{"--threads", "0"}, "--threads is 0; use 1 to 1024"},
+      {{"--stage", ""}, "--stage is empty; give a value, or leave it out"},
+      {{"--csv", ""}, "--csv is empty; give a value, or leave it out"},
   };
   for (const Case& bad : cases) {
     const Finished run = compare(bad.words);

@@ -460,6 +460,14 @@ Not compared: not the same training (world_size 8 / 4, steps 9 / 2, micro_steps 
 )");
 }
 
+TEST(RunReport, AFileWhoseNameIsNoUtf8IsWrittenAsJson) {
+  RunReport run = read_text(kWholeReport);
+  run.name = "\xFF/r.json";
+  std::ostringstream text;
+  print_report_json(text, {run});
+  EXPECT_TRUE(nlohmann::json::parse(text.str()).is_object()) << text.str();
+}
+
 TEST(RunReport, FiguresAreThoseOfTheWorstRank) {
   nlohmann::json json = nlohmann::json::parse(kWholeReport);
   const nlohmann::json whole = json;
