@@ -77,7 +77,25 @@ class Keys(unittest.TestCase):
         self.assertEqual(understood("Adam", weight_decay=0.1, adam_w_mode=False), ("adam", {"weight_decay": 0.1}))
         self.assertEqual(understood("SGD", lr=1, momentum=0.9),
                          ("sgd", {"lr": 1.0, "momentum": 0.9, "weight_decay": 0.0}))
-        self.assertEqual(understood("Lion", betas=[0.8, 0.9])[0], "lion")
+        self.assertEqual(understood("Lion", betas=[0.8, 0.9]),
+                         ("lion", {"lr": 1e-3, "betas": (0.8, 0.9), "weight_decay": 0.0}))
+        # As DeepSpeed has it: AdamW stays AdamW, and torch's has a weight decay.
+        self.assertEqual(understood("AdamW", adam_w_mode=False), (None, {"weight_decay": 0.0}))
+        self.assertEqual(understood("Adam", torch_adam=True), (None, {"weight_decay": 0.01}))
+        self.assertEqual(understood("Adam", torch_adam=True, adam_w_mode=False), ("adam", {"weight_decay": 0.0}))
+        for kind, name in (("SGD", "betas"), ("Lion", "eps"), ("AdamW", "momentum")):
+            self.refused({"optimizer": {"type": kind, "params": {name: 0.5}}}, f"params.{name}", f"none of {kind}'s")
+
+    def test_what_is_left_out(self):
+        made = deepspeed.understand({"zero_optimization": {"stage": 3, "offload_optimizer": None, "offload_param": None},
+                                     "tensor_parallel": {"autotp_size": 1}, "train_batch_size": 32,
+                                     "train_micro_batch_size_per_gpu": 4}, ranks=2)
+        self.assertEqual(made.options, {"stage": 3, "micro_steps": 4})
+        self.refused({"zero_optimization": {"stage": 2.7}}, "stage is 2.7", "whole number")
+        self.refused({"gradient_accumulation_steps": 1.5}, "gradient_accumulation_steps is 1.5")
+        self.refused({"train_batch_size": 32, "train_micro_batch_size_per_gpu": 5}, "ranks are 30")
+        self.refused({"train_batch_size": "32", "train_micro_batch_size_per_gpu": 5, "gradient_accumulation_steps": 2},
+                     "ranks are 10")
 
     def test_the_loss_scale(self):
         fp16 = {"enabled": True, "initial_scale_power": 12, "loss_scale_window": 50, "hysteresis": 1,

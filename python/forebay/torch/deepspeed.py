@@ -46,8 +46,8 @@ KEYS: List[Key] = [
     # Batches and steps
     Key("train_batch_size", HONOURED, "checked: micro-batch x accumulation x ranks"),
     Key("train_micro_batch_size_per_gpu", HONOURED, "checked with train_batch_size; the program makes the batches"),
-    Key("gradient_accumulation_steps", HONOURED, "`micro_steps`: the most backward passes in a step. The program "
-        "divides its loss, as in plain torch"),
+    Key("gradient_accumulation_steps", HONOURED, "`micro_steps`: the most backward passes in a step; without it, that of "
+        "the batches. The program divides its loss, as in plain torch"),
     Key("gradient_clipping", HONOURED, "the norm is clipped in `optimizer.step()`. Without the key nothing is clipped; "
         "DeepSpeed 0.19 clips to 1.0 then"),
     # Types
@@ -111,9 +111,9 @@ KEYS: List[Key] = [
     Key("optimizer.params.eps", HONOURED, "default of `forebay.AdamW(model)`"),
     Key("optimizer.params.weight_decay", HONOURED, "default of `forebay.AdamW(model)`"),
     Key("optimizer.params.momentum", HONOURED, "default of `forebay.SGD(model)`"),
-    Key("optimizer.params.adam_w_mode", HONOURED, "false: `forebay.Adam(model)`"),
-    *_rows(NO_EFFECT, "optimizer.", "one optimizer, in the engine", "params.torch_adam", "params.fused",
-           "params.foreach", "legacy_fusion"),
+    Key("optimizer.params.adam_w_mode", HONOURED, "false with `Adam`: `forebay.Adam(model)`"),
+    Key("optimizer.params.torch_adam", HONOURED, "true: the default of `weight_decay` is 0.01"),
+    *_rows(NO_EFFECT, "optimizer.", "one optimizer, in the engine", "params.fused", "params.foreach", "legacy_fusion"),
     *_rows(REFUSED, "optimizer.params.", "forebay updates by the plain rule", "amsgrad", "freeze_step", "nesterov",
            "dampening"),
     Key("optimizer.params.bias_correction", REFUSED, "biases are always corrected", (True, None)),
@@ -206,6 +206,8 @@ def _leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[Tuple[str, 
     """Paths and values. A section that KEYS has as a whole is one value."""
     for name, value in config.items():
         path = prefix + str(name)
+        if value is None and path not in _BY_PATH and any(known.startswith(path + ".") for known in _BY_PATH):
+            continue  # A section that is left out.
         if isinstance(value, Mapping) and path + ".*" not in _BY_PATH and path not in _BY_PATH:
             if not value and not any(known.startswith(path + ".") for known in _BY_PATH):
                 raise _unknown(path)
@@ -254,7 +256,8 @@ def understand(config: Union[str, os.PathLike, Mapping[str, Any]], ranks: int = 
         if row.verdict == NO_EFFECT:
             without_effect.append(path)
         elif row.verdict == REFUSED:
-            off = value in row.neutral or (isinstance(value, Mapping) and not value.get("enabled", bool(value)))
+            off = value in row.neutral or (isinstance(value, Mapping) and (
+                not value.get("enabled", bool(value)) or all(one in row.neutral for one in value.values())))
             # Keys of a 16-bit type that is off say nothing.
             section = path.partition(".")[0]
             if not off and not (section in ("fp16", "bf16") and not _enabled(read(config), section)):
@@ -280,13 +283,21 @@ def _number(path: str, value: Any, least: float = 0, most: float = 2.0**53) -> f
     return number
 
 
+def _count(path: str, value: Any, least: float = 0, most: float = 2.0**53) -> int:
+    """The same for a whole number."""
+    number = _number(path, value, least, most)
+    if not number.is_integer():
+        raise InvalidArgument(f"{path} is {_shown(value)} in the DeepSpeed configuration; use a whole number")
+    return int(number)
+
+
 def _meaning(values: Dict[str, Any], ranks: int, model: Optional[nn.Module], without_effect: List[str]) -> Meaning:
     options: Dict[str, Any] = {}
     zero = {path[len(_ZERO):]: value for path, value in values.items() if path.startswith(_ZERO)}
-    options["stage"] = int(_number(_ZERO + "stage", zero.get("stage", 0), most=3))
-    _check_batches(values, ranks)
-    if values.get("gradient_accumulation_steps") is not None:
-        options["micro_steps"] = int(_number("gradient_accumulation_steps", values["gradient_accumulation_steps"], 1))
+    options["stage"] = _count(_ZERO + "stage", zero.get("stage", 0), most=3)
+    micro_steps = _micro_steps(values, ranks)
+    if micro_steps is not None:
+        options["micro_steps"] = micro_steps
     bf16 = values.get("bf16.enabled") or values.get("bfloat16.enabled")
     if bf16 and values.get("fp16.enabled"):
         raise InvalidArgument("both bf16 and fp16 are enabled in the DeepSpeed configuration; keep one")
@@ -301,23 +312,28 @@ def _meaning(values: Dict[str, Any], ranks: int, model: Optional[nn.Module], wit
     options.update(_offload(zero, options["stage"]))
     if zero.get("overlap_comm") is not None:
         options["overlap"] = bool(zero["overlap_comm"])
-    group = int(_number(_ZERO + "zero_hpz_partition_size", zero.get("zero_hpz_partition_size", 1)))
+    group = _count(_ZERO + "zero_hpz_partition_size", zero.get("zero_hpz_partition_size", 1))
     if group > 1:
         options.update(order=f"group:{group}", shard_within="group")
     if zero.get("reduce_bucket_size") is not None:
-        elements = int(_number(_ZERO + "reduce_bucket_size", zero["reduce_bucket_size"]))
+        elements = _count(_ZERO + "reduce_bucket_size", zero["reduce_bucket_size"])
         options["bucket"] = _bucket(elements, options.get("dtype"), model)
     return Meaning(options, defaults, _number("gradient_clipping", values.get("gradient_clipping") or 0),
                    bool(values.get("activation_checkpointing.cpu_checkpointing")), without_effect)
 
 
-def _check_batches(values: Mapping[str, Any], ranks: int) -> None:
+def _micro_steps(values: Mapping[str, Any], ranks: int) -> Optional[int]:
+    """The number of micro-steps: the one given, or that of the batch. None where the configuration leaves it open."""
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    sizes = [values.get(name) for name in names]
-    if all(isinstance(size, int) for size in sizes) and sizes[0] != sizes[1] * sizes[2] * ranks:
-        raise InvalidArgument(f"train_batch_size is {sizes[0]} in the DeepSpeed configuration, and {sizes[1]} a "
-                              f"micro-batch x {sizes[2]} micro-steps x {ranks} ranks are "
-                              f"{sizes[1] * sizes[2] * ranks}; change one of them")
+    batch, micro_batch, steps = (None if values.get(name) is None else _count(name, values[name], 1) for name in names)
+    if batch is None or micro_batch is None:
+        return steps
+    found = steps or max(1, batch // (micro_batch * ranks))
+    if batch != micro_batch * found * ranks:
+        raise InvalidArgument(f"train_batch_size is {batch} in the DeepSpeed configuration, and {micro_batch} a "
+                              f"micro-batch x {found} micro-steps x {ranks} ranks are "
+                              f"{micro_batch * found * ranks}; change one of them")
+    return found
 
 
 def _loss_scale(values: Mapping[str, Any]) -> Dict[str, Any]:
@@ -371,6 +387,11 @@ def _bucket(elements: int, dtype: Optional[str], model: Optional[nn.Module]) -> 
     return max(1 << 20, -(-elements * size // 4096) * 4096)
 
 
+# Parameters that a rule does not have.
+_FOREIGN = {None: ("momentum",), "sgd": ("betas", "eps", "adam_w_mode", "torch_adam"),
+            "lion": ("eps", "momentum", "adam_w_mode", "torch_adam")}
+
+
 def _optimizer(values: Mapping[str, Any]) -> Tuple[Optional[str], Dict[str, Any]]:
     """The option `optimizer`, where it is no AdamW, and the optimizer's defaults."""
     kind = values.get("optimizer.type", "AdamW")
@@ -378,9 +399,14 @@ def _optimizer(values: Mapping[str, Any]) -> Tuple[Optional[str], Dict[str, Any]
     if rule == "":
         raise Unsupported(f"optimizer.type = {_shown(kind)} of the DeepSpeed configuration; forebay updates by AdamW, Adam, "
                           "SGD and Lion, so use \"AdamW\"")
-    found = {name: values[f"optimizer.params.{name}"] for name in ("lr", "betas", "eps", "weight_decay", "momentum")
-             if values.get(f"optimizer.params.{name}") is not None}
-    if values.get("optimizer.params.adam_w_mode") is False and rule is None:
+    params = {name: values.get(f"optimizer.params.{name}")
+              for name in ("lr", "betas", "eps", "weight_decay", "momentum", "adam_w_mode", "torch_adam")}
+    found = {name: value for name, value in params.items() if value is not None}
+    for name in _FOREIGN[rule]:
+        if name in found:
+            raise InvalidArgument(f"optimizer.params.{name} of the DeepSpeed configuration is none of {kind}'s; leave it out")
+    uses_torch = bool(found.pop("torch_adam", False))
+    if found.pop("adam_w_mode", True) is False and str(kind).lower() == "adam":  # AdamW stays AdamW, as there.
         rule = "adam"
     betas = found.pop("betas", None)
     made: Dict[str, Any] = {name: _number(f"optimizer.params.{name}", value) for name, value in found.items()}
@@ -389,8 +415,10 @@ def _optimizer(values: Mapping[str, Any]) -> Tuple[Optional[str], Dict[str, Any]
             raise InvalidArgument(f"optimizer.params.betas is {_shown(betas)} in the DeepSpeed configuration; use two "
                                   "numbers")
         made["betas"] = tuple(_number("optimizer.params.betas", value, most=1) for value in betas)
-    if "optimizer.type" in values:
-        made.setdefault("weight_decay", 0.0)  # DeepSpeed's default.
+    if "optimizer.type" in values:  # DeepSpeed's defaults.
+        made.setdefault("weight_decay", 0.01 if uses_torch and rule is None else 0.0)
+        if rule == "lion":
+            made = {"lr": 1e-3, "betas": (0.9, 0.999), **made}
     return rule, made
 
 
