@@ -206,7 +206,6 @@ struct Engine::Impl : StepContext {
   void end_passes();
   // Refuses the end of a micro-step in which this rank has forward passes and no backward pass.
   void check_backward_passes();
-  bool has_gradients(int unit) const;
   double gradient_norm();
   void abandon(int micro_steps);
   void give_up();

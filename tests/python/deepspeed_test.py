@@ -86,6 +86,13 @@ class Keys(unittest.TestCase):
         for kind, name in (("SGD", "betas"), ("Lion", "eps"), ("AdamW", "momentum")):
             self.refused({"optimizer": {"type": kind, "params": {name: 0.5}}}, f"params.{name}", f"none of {kind}'s")
 
+    def test_words_that_are_true_or_false(self):
+        self.assertNotIn("dtype", deepspeed.understand({"bf16": {"enabled": "false"}, "fp16": {"enabled": 0}}).options)
+        self.assertEqual(deepspeed.understand({"bf16": {"enabled": "True"}}).options["dtype"], "bf16")
+        made = deepspeed.understand({"optimizer": {"type": "Adam", "params": {"adam_w_mode": 0}}})
+        self.assertEqual(made.options["optimizer"], "adam")
+        self.refused({"bf16": {"enabled": "perhaps"}}, "bf16.enabled is 'perhaps'", "true or false")
+
     def test_what_is_left_out(self):
         made = deepspeed.understand({"zero_optimization": {"stage": 3, "offload_optimizer": None, "offload_param": None},
                                      "tensor_parallel": {"autotp_size": 1}, "train_batch_size": 32,

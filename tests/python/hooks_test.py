@@ -508,9 +508,22 @@ class Guard(unittest.TestCase):
         optimizer.zero_grad()
         model(*models.batch(1, 0)).backward()
         optimizer.step()
-        self.assertIsNone(model._forebay.guard.mode)
+        with self.assertRaisesRegex(forebay.InvalidArgument, r"aten\.\w+\.default reads tokens\.weight of unit tokens"):
+            average.update_parameters(model)
         with forebay.gathered(model):
             average.update_parameters(model)
+        with torch.no_grad():
+            model(*models.batch(1, 0))
+        self.assertIsNone(model._forebay.guard.mode)
+
+    def test_it_finds_no_reads_between_steps_where_it_is_told_so(self):
+        model = models.make()
+        optimizer = adamw(sharded(model, check=False))
+        for step in range(3):
+            model(*models.batch(step, 0)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        self.assertIsNone(model._forebay.guard.mode)
 
     def test_models_that_are_dropped_after_a_step_leave_no_guard(self):
         """Each mode costs every operator of the program 20 us, and several hundreds end it by a RecursionError."""

@@ -269,6 +269,21 @@ class Accelerate(Close):
         finally:
             accelerate.state.AcceleratorState._reset_state(True)
 
+    def test_trl_moves_a_reference_model(self):
+        support.importlib.util.find_spec("trl") or self.skipTest("no module trl")
+        from trl.trainer.callbacks import SyncRefModelCallback
+        model, reference = forebay.shard(llama(), stage=3), llama()
+        optimizer = forebay.AdamW(model, lr=1e-2)
+        for step in range(4):
+            model(**inputs(model, step)).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        before = {name: value.clone() for name, value in reference.state_dict().items()}
+        SyncRefModelCallback._sync_target_model(model, reference, 0.25)
+        values = model.state_dict()
+        for name, value in reference.state_dict().items():
+            self.assertTrue(torch.allclose(value, 0.75 * before[name] + 0.25 * values[name]), name)
+
     def test_a_state_that_accelerate_saved(self):
         import accelerate
         with tempfile.TemporaryDirectory() as directory, warnings.catch_warnings():

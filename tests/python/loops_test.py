@@ -124,6 +124,46 @@ class Loops(unittest.TestCase):
         optimizer.param_groups[0]["params"].append(taken)
         optimizer.step()
 
+    def test_reads_between_steps_are_refused_at_stage_3(self):
+        model = forebay.shard(make(), stage=3, units=["Linear"])
+        optimizer = forebay.AdamW(model, lr=0.05)
+        for step in range(5):
+            model(inputs(step)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            average = torch.zeros(8, 8)
+            with self.assertRaisesRegex(forebay.InvalidArgument, r"reads 0\.weight .*outside of the forward"):
+                average.add_(model[0].weight.data, alpha=0.5)
+            with forebay.gathered(model):
+                average.add_(model[0].weight.data, alpha=0.5)
+            model(inputs(step))
+        average.add_(1)  # No more is checked.
+
+    def test_modules_that_come_and_go_are_named(self):
+        model = forebay.shard(make(), stage=1)
+        model[2] = nn.Linear(8, 8)
+        forebay.AdamW(model, lr=0.05)
+        with self.assertRaisesRegex(forebay.InvalidArgument, r"module of parameter 2\.weight was replaced or removed"):
+            model(inputs(0))
+        model = forebay.shard(make(), stage=1)
+        forebay.AdamW(model, lr=0.05)
+        model.append(nn.Linear(8, 8))
+        with self.assertWarnsRegex(UserWarning, r"3\.weight joined the model after shard.*does not train it"):
+            model(inputs(0)).sum().backward()
+
+    def test_a_parameter_that_changes_its_shape_is_named(self):
+        model = forebay.shard(make(), stage=1)
+        optimizer = forebay.AdamW(model, lr=0.05)
+        with self.assertRaisesRegex(forebay.InvalidArgument, r"2\.weight got shape \[9, 8\] within gathered"):
+            with forebay.gathered(model, write=True):
+                model[2].weight.data = torch.zeros(9, 8)
+        model(inputs(0)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model[2].weight.data = torch.zeros(9, 8)
+        with self.assertRaisesRegex(forebay.InvalidArgument, r"2\.weight has shape \[9, 8\], and had \[8, 8\]"):
+            model(inputs(0))
+
     def test_parameters_with_their_names(self):
         model = forebay.shard(make(), stage=1)
         optimizer = forebay.AdamW(model.named_parameters(), 0.05)

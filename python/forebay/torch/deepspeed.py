@@ -41,6 +41,7 @@ def _rows(verdict: str, prefix: str, note: str, *names: str, **fields: Any) -> L
 
 _ZERO = "zero_optimization."
 _PLANNED = "the plan decides"
+_CPU_CHECKPOINTING = "activation_checkpointing.cpu_checkpointing"
 
 KEYS: List[Key] = [
     # Batches and steps
@@ -268,7 +269,7 @@ def understand(config: Union[str, os.PathLike, Mapping[str, Any]], ranks: int = 
 
 
 def _enabled(config: Mapping[str, Any], section: str) -> bool:
-    return config.get(section, {}).get("enabled") is True
+    return _flag(f"{section}.enabled", (config.get(section) or {}).get("enabled"))
 
 
 def _number(path: str, value: Any, least: float = 0, most: float = 2.0**53) -> float:
@@ -281,6 +282,16 @@ def _number(path: str, value: Any, least: float = 0, most: float = 2.0**53) -> f
         raise InvalidArgument(f"{path} is {_shown(value)} in the DeepSpeed configuration; use a number from {least:g} to "
                               f"{most:g}")
     return number
+
+
+def _flag(path: str, value: Any) -> bool:
+    """Errors: InvalidArgument if it is neither true nor false. The words and 0 and 1 are, as for DeepSpeed."""
+    if value is None or (isinstance(value, str) and value.lower() == "auto"):
+        return False
+    found = {"true": True, "1": True, "false": False, "0": False}.get(str(value).lower())
+    if found is None:
+        raise InvalidArgument(f"{path} is {_shown(value)} in the DeepSpeed configuration; use true or false")
+    return found
 
 
 def _count(path: str, value: Any, least: float = 0, most: float = 2.0**53) -> int:
@@ -298,12 +309,13 @@ def _meaning(values: Dict[str, Any], ranks: int, model: Optional[nn.Module], wit
     micro_steps = _micro_steps(values, ranks)
     if micro_steps is not None:
         options["micro_steps"] = micro_steps
-    bf16 = values.get("bf16.enabled") or values.get("bfloat16.enabled")
-    if bf16 and values.get("fp16.enabled"):
+    bf16, bfloat16, fp16 = (_flag(path, values.get(path)) for path in ("bf16.enabled", "bfloat16.enabled", "fp16.enabled"))
+    bf16 = bf16 or bfloat16
+    if bf16 and fp16:
         raise InvalidArgument("both bf16 and fp16 are enabled in the DeepSpeed configuration; keep one")
     if bf16:
         options["dtype"] = "bf16"
-    elif values.get("fp16.enabled"):
+    elif fp16:
         options["dtype"] = "fp16"
         options.update(_loss_scale(values))
     rule, defaults = _optimizer(values)
@@ -311,7 +323,7 @@ def _meaning(values: Dict[str, Any], ranks: int, model: Optional[nn.Module], wit
         options["optimizer"] = rule
     options.update(_offload(zero, options["stage"]))
     if zero.get("overlap_comm") is not None:
-        options["overlap"] = bool(zero["overlap_comm"])
+        options["overlap"] = _flag(_ZERO + "overlap_comm", zero["overlap_comm"])
     group = _count(_ZERO + "zero_hpz_partition_size", zero.get("zero_hpz_partition_size", 1))
     if group > 1:
         options.update(order=f"group:{group}", shard_within="group")
@@ -319,7 +331,7 @@ def _meaning(values: Dict[str, Any], ranks: int, model: Optional[nn.Module], wit
         elements = _count(_ZERO + "reduce_bucket_size", zero["reduce_bucket_size"])
         options["bucket"] = _bucket(elements, options.get("dtype"), model)
     return Meaning(options, defaults, _number("gradient_clipping", values.get("gradient_clipping") or 0),
-                   bool(values.get("activation_checkpointing.cpu_checkpointing")), without_effect)
+                   _flag(_CPU_CHECKPOINTING, values.get(_CPU_CHECKPOINTING)), without_effect)
 
 
 def _micro_steps(values: Mapping[str, Any], ranks: int) -> Optional[int]:
@@ -405,8 +417,9 @@ def _optimizer(values: Mapping[str, Any]) -> Tuple[Optional[str], Dict[str, Any]
     for name in _FOREIGN[rule]:
         if name in found:
             raise InvalidArgument(f"optimizer.params.{name} of the DeepSpeed configuration is none of {kind}'s; leave it out")
-    uses_torch = bool(found.pop("torch_adam", False))
-    if found.pop("adam_w_mode", True) is False and str(kind).lower() == "adam":  # AdamW stays AdamW, as there.
+    uses_torch = _flag("optimizer.params.torch_adam", found.pop("torch_adam", False))
+    decouples = _flag("optimizer.params.adam_w_mode", found.pop("adam_w_mode", True))
+    if not decouples and str(kind).lower() == "adam":  # AdamW stays AdamW, as there.
         rule = "adam"
     betas = found.pop("betas", None)
     made: Dict[str, Any] = {name: _number(f"optimizer.params.{name}", value) for name, value in found.items()}

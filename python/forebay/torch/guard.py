@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_leaves
 
 from forebay._library import InvalidArgument
-from forebay.torch.uncompiled import uncompiled
+from forebay.torch.uncompiled import is_in_compiled_code, uncompiled
 
 if TYPE_CHECKING:
     from forebay.torch.sharded import Sharded
@@ -71,15 +71,16 @@ _modes = _Modes()
 
 class Guard:
     """Checks the arguments of every operator: from the making of the optimizer to the end of the second step, in the
-    first evaluation, or always. It costs some 10 us an operator."""
+    first evaluation, at stage 3 between a step and the next pass, or always. It costs some 10 us an operator."""
 
     STEPS = 2  # Reads between the first step and the second are found, as those of averages of weights.
 
     def __init__(self, owner: "Sharded", always: bool) -> None:
-        self.owner = weakref.ref(owner)  # A guard that checks keeps no model alive.
+        self.owner = weakref.ref(owner, lambda _: self.forget())  # A guard that checks keeps no model alive.
+        self.checks_between = owner.stage == 3 and owner.given.get("check") is not False
         self.always, self.first, self.first_evaluation = always, True, True
         self.steps = 0
-        self.in_evaluation = False
+        self.in_evaluation = self.between = self.compiles = False
         self.mode: Optional[_Mode] = None  # While it checks.
         self.places: Dict[int, Tuple[str, List[int]]] = {}
         for p, places in owner.places.items():
@@ -96,8 +97,24 @@ class Guard:
     def end_step(self) -> None:
         self.steps += 1
         self.first = self.steps < self.STEPS
-        if not self.first and not self.always:
+        if self.first or self.always:
+            return
+        # A read would find values of other units: callbacks that average weights come here, some after many steps.
+        self.between = self.checks_between and not self.compiles
+        if self.between:
+            self.enter()
+        else:
             self.leave()  # Not within a forward pass, which may be compiled.
+
+    def begin_pass(self) -> None:
+        if not self.between:
+            return
+        self.between = False
+        self.compiles = is_in_compiled_code()
+        if self.compiles:
+            self.mode.guards.pop(self, None)  # The mode itself ends after the step.
+        else:
+            self.leave()
 
     def begin_evaluation(self) -> None:
         if (self.first_evaluation or self.always) and self.mode is None:
@@ -120,6 +137,11 @@ class Guard:
         mode, self.mode = self.mode, None
         if mode is not None:
             mode.remove(self)
+
+    def forget(self) -> None:
+        """The model is gone."""
+        if not is_in_compiled_code():
+            self.leave()
 
     def check(self, owner: "Sharded", func: Any, t: torch.Tensor, is_written: bool) -> None:
         name, indices = self.places.get(t.untyped_storage().data_ptr(), ("", []))

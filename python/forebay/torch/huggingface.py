@@ -118,8 +118,27 @@ def _teach_trainer(module: ModuleType) -> None:
                                                                                             moments_too)
 
 
+def _teach_trl(module: ModuleType) -> None:
+    sync = getattr(getattr(module, "SyncRefModelCallback", None), "_sync_target_model", None)
+    if sync is None:
+        return
+
+    @functools.wraps(sync)
+    def gathered(model: nn.Module, target_model: nn.Module, alpha: float) -> None:
+        source, target = _sharded_in(model), _sharded_in(target_model)
+        with contextlib.ExitStack() as stack:
+            if source is not None:
+                stack.enter_context(state.gathered(source))
+            if target is not None:
+                stack.enter_context(state.gathered(target, write=True))
+            sync(model, target_model, alpha)
+
+    module.SyncRefModelCallback._sync_target_model = staticmethod(gathered)
+
+
 @functools.lru_cache(maxsize=None)
 def install() -> None:
     """Once; called by shard()."""
+    after_import("trl.trainer.callbacks", _teach_trl)
     after_import("accelerate.accelerator", _teach_accelerate)
     after_import("transformers.trainer", _teach_trainer)

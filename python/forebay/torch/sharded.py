@@ -243,7 +243,7 @@ class Sharded:
         self.looks = 2  # Passes that look for parameters which joined later.
         for p in self.parameters:
             p._forebay = self
-        self.owners = [(m._parameters, name, p) for m in model.modules() for name, p in m._parameters.items()
+        self.owners = [(m._parameters, name, p, p.shape) for m in model.modules() for name, p in m._parameters.items()
                        if p is not None and describe.is_held(p)]
         for unit in self.units:
             module = unit.plan.module
@@ -267,20 +267,33 @@ class Sharded:
 
     def refuse_replaced(self) -> None:
         """Errors: InvalidArgument for a parameter that its module no longer has."""
-        for parameters, name, p in self.owners:
+        for parameters, name, p, shape in self.owners:
+            if p.shape != shape:
+                raise InvalidArgument(f"parameter {self.names[p]} has shape {list(p.shape)}, and had {list(shape)} at shard(); change it, "
+                                      "as by resize_token_embeddings(), before shard()")
             if parameters.get(name) is not p:
                 raise InvalidArgument(f"parameter {self.names[p]} was replaced or removed after shard(), and the engine would go on "
                                       "with the old one; do that before shard(), and write values within "
                                       "forebay.gathered(model, write=True)")
 
-    def refuse_added(self) -> None:
-        """Errors: InvalidArgument for trainable parameters that joined the model after shard(), on several ranks."""
-        if self.engine is None or self.engine.communicator is None or self.engine.communicator.size == 1:
-            return
-        for name, p in self.model.named_parameters():
-            if p.requires_grad and describe.is_held(p) and getattr(p, "_forebay", None) is not self:
-                raise InvalidArgument(f"parameter {name} joined the model after shard(), so its gradients would differ between "
-                                      "ranks; add it, as by peft.get_peft_model(), before shard()")
+    def refuse_changed(self) -> None:
+        """Errors: InvalidArgument for parameters that left the model after shard(), and on several ranks for trainable ones
+        that joined it."""
+        there = dict(self.model.named_parameters())
+        present = set(map(id, there.values()))
+        gone = next((name for p, name in self.names.items() if id(p) not in present), None)
+        if gone is not None:
+            raise InvalidArgument(f"the module of parameter {gone} was replaced or removed after shard(), and the engine would go on "
+                                  "with the old one; do that before shard()")
+        for name, p in there.items():
+            if not p.requires_grad or not describe.is_held(p) or getattr(p, "_forebay", None) is self:
+                continue
+            if self.engine is None or self.engine.communicator is None or self.engine.communicator.size == 1:
+                self.warn_once(f"parameter {name} joined the model after shard(); it is not sharded, and an optimizer of forebay "
+                               "does not train it")
+                return
+            raise InvalidArgument(f"parameter {name} joined the model after shard(), so its gradients would differ between "
+                                  "ranks; add it, as by peft.get_peft_model(), before shard()")
 
     # --- the engine ---
 
@@ -407,10 +420,12 @@ class Sharded:
         self.depth += 1
         if self.depth == 1:
             self.pass_has_gradients = torch.is_grad_enabled()
+            if self.guard is not None:
+                self.guard.begin_pass()
             self.refuse_replaced()
             if self.pass_has_gradients and self.looks:
                 self.looks -= 1
-                self.refuse_added()
+                self.refuse_changed()
         if not self.residents and self.guard is not None and not self.guard.is_needed():
             return None
         self.commit()

@@ -212,6 +212,10 @@ def gathered(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
             p.data = place
         sharded.end_evaluation()  # Passes and state_dict() within.
     for p, value in values.items():
+        if value.shape != p.shape:
+            raise InvalidArgument(f"parameter {sharded.names[p]} got shape {list(value.shape)} within gathered(), and has "
+                                  f"{list(p.shape)} in the shards; change it, as by resize_token_embeddings(), before shard()")
+    for p, value in values.items():
         sharded.set_value(p, value)
 
 

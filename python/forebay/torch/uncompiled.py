@@ -43,6 +43,18 @@ def calls_on_stack(module: nn.Module) -> int:
     return count
 
 
+def is_in_compiled_code() -> bool:
+    """Whether torch.compile() called this; also where a function of the program that it leaves alone did."""
+    frame = sys._getframe()
+    while frame is not None:
+        back = frame.f_back
+        if (frame.f_code.co_filename.endswith("_dynamo/eval_frame.py")
+                and (back is None or back.f_code.co_filename != __file__)):  # Not call() above.
+            return True
+        frame = back
+    return False
+
+
 @functools.lru_cache(maxsize=None)
 def guard_hooks() -> None:
     """torch.compile() looks for hooks before it takes a graph again. Called by shard().

@@ -67,9 +67,8 @@ void Engine::Impl::acquired(int index, Stream stream, bool backward) {
   for (const int owner : owners) {
     Unit& u = unit(owner);
     if (reads(index, backward)) ++u.readers;
-    // A frozen unit goes on, for the moving average.
-    if (!after_evaluation && (backward || !has_gradients(owner))) u.used = true;
     if (backward) {
+      u.used = true;
       ++u.open_backwards;
       if (u.reduced) {
         // With zeros, because it was expected earlier. The second reduction takes the place of the first.
@@ -88,15 +87,6 @@ void Engine::Impl::acquired(int index, Stream stream, bool backward) {
     if (unit(other).readers > 0) last_readers.push_back(other);
   }
   prefetch_next();
-}
-
-// Whether some parameter of the unit has a gradient in this step.
-bool Engine::Impl::has_gradients(int index) const {
-  const std::vector<ParameterShape>& parameters = shape(index).parameters;
-  for (std::size_t i = 0; i < parameters.size(); ++i) {
-    if (!parameters[i].frozen && !units[static_cast<std::size_t>(index)].fixed[i]) return true;
-  }
-  return false;
 }
 
 void Engine::Impl::prefetch_next() {

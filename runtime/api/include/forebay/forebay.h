@@ -783,7 +783,7 @@ FOREBAY_API int32_t forebay_save_begin(forebay_engine* engine, const char* direc
 FOREBAY_API int32_t forebay_save_end(forebay_engine* engine);
 
 /* Freezes a parameter from the next step on (`frozen` not 0), or unfreezes it: its gradient is null, and its
- * value and optimizer states stay. Every rank makes the same calls. */
+ * value, optimizer states and average stay. Every rank makes the same calls. */
 FOREBAY_API int32_t forebay_engine_freeze(forebay_engine* engine, int32_t unit, int32_t index,
                                           int32_t frozen);
 

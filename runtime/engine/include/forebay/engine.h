@@ -396,10 +396,10 @@ class Engine {
   // loses no bit. Order: collective, between steps; no step and no saving in between.
   void swap_average();
   // Freezes a parameter, or unfreezes it, from the next step on: its gradient is not asked for (its mode is
-  // kNone) and zero, and its value, m and v stay. It keeps its place, and its zeros are reduced: Plan counts
-  // a step in which nothing is frozen, which moves the most. A run that loads a state freezes again.
-  // Requires: it is not frozen by add_parameter(); every rank makes the same calls, which step() checks.
-  // Order: after commit(), between steps.
+  // kNone) and zero, and its value, m, v and moving average stay. It keeps its place, and its zeros are
+  // reduced: Plan counts a step in which nothing is frozen, which moves the most. A run that loads a state
+  // freezes again. Requires: it is not frozen by add_parameter(); every rank makes the same calls, which
+  // step() checks. Order: after commit(), between steps.
   void freeze(ParameterId parameter, bool frozen = true);
   // Sets all m and v, and Adafactor's factors, to zero, and applied_steps() too: the next step is the first
   // of another optimizer. The weights, their moving average and attempted_steps() stay. Requires: every rank
