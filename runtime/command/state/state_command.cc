@@ -1,8 +1,11 @@
+#include <xxhash.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <filesystem>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -196,6 +199,7 @@ class Import {
                                                     prefix_ + "'; give another --prefix, or none");
     }
     if (facts_.weights_only) return;
+    leave_out_second_names();
     facts_.attempted_steps = source.steps().attempted;
     facts_.applied_steps = source.steps().applied;
     facts_.optimizer = source.optimizer();
@@ -229,11 +233,47 @@ class Import {
     state.finish();
   }
 
+  // Matrices without moments that have the bits of one with them: a tied parameter's other name, as in
+  // distributed checkpoints of PyTorch.
+  const std::vector<std::string>& second_names() const { return second_names_; }
   // Weights that are NaN or infinite, and the parameter of the first.
   std::uint64_t bad_values() const { return bad_values_; }
   const std::string& first_bad() const { return first_bad_; }
 
  private:
+  void leave_out_second_names() {
+    std::map<std::size_t, std::uint64_t> known;
+    const auto hash_of = [&](std::size_t p) {
+      const auto [place, is_new] = known.try_emplace(p);
+      if (is_new) {
+        XXH3_state_t hash;
+        XXH3_64bits_reset(&hash);
+        source_.read(numbers_[p], SavedField::kMaster, [&](Span<const float> piece) {
+          XXH3_64bits_update(&hash, piece.data(), piece.size_bytes());
+        });
+        place->second = XXH3_64bits_digest(&hash);
+      }
+      return place->second;
+    };
+    std::vector<bool> is_second(numbers_.size(), false);
+    for (std::size_t p = 0; p < numbers_.size(); ++p) {
+      const SavedParameter& one = facts_.parameters[p];
+      if (one.has_m || one.has_v || one.shape.size() < 2) continue;
+      for (std::size_t q = 0; q < numbers_.size() && !is_second[p]; ++q) {
+        const SavedParameter& other = facts_.parameters[q];
+        is_second[p] = (other.has_m || other.has_v) && other.shape == one.shape && hash_of(p) == hash_of(q);
+      }
+    }
+    for (std::size_t p = numbers_.size(); p-- > 0;) {
+      if (!is_second[p]) continue;
+      const auto at = static_cast<std::ptrdiff_t>(p);
+      second_names_.insert(second_names_.begin(), facts_.parameters[p].name);
+      bytes_ -= facts_.parameters[p].bytes();
+      facts_.parameters.erase(facts_.parameters.begin() + at);
+      numbers_.erase(numbers_.begin() + at);
+    }
+  }
+
   void count_bad_values(Span<const float> piece, const std::string& name) {
     const auto bad = std::count_if(piece.begin(), piece.end(), [](float x) { return !std::isfinite(x); });
     if (bad > 0 && bad_values_ == 0) first_bad_ = name;
@@ -260,6 +300,7 @@ class Import {
   const std::string prefix_;
   const bool weights_only_;
   SavedStateFacts facts_;
+  std::vector<std::string> second_names_;
   std::vector<std::size_t> numbers_;  // In the source, by parameter.
   std::uint64_t bytes_ = 0;
   std::uint64_t bad_values_ = 0;
@@ -284,6 +325,7 @@ int import_weights(const StateOptions& options) {
   Import import(*source, options);
   note_left_out(source->left_out(), "of other types than fp32, bf16 and fp16");
   note_left_out(source->without_elements(), "without elements");
+  note_left_out(import.second_names(), "with the bits of another, as a tied parameter's second name,");
   TerminalLine line;
   import.write(options.directory, progress_on(line, "importing"));
   line.show("");

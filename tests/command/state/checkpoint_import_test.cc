@@ -932,6 +932,26 @@ TEST_F(CheckpointImport, ReadsDistributedCheckpointsInBoxes) {
   expect_model(*weights, false, "model.");
 }
 
+// get_state_dict() of torch has a tied head under both of its names.
+TEST_F(CheckpointImport, ASecondNameOfATiedMatrixIsLeftOut) {
+  std::vector<Listed> tensors = model_with_moments();
+  const std::vector<Part> whole = {{{0, 0}, {3, 5}}};
+  tensors.push_back(
+      {"model.head", {3, 5}, whole, [](std::uint64_t i) { return value_of(kGroups[0][0].number, 0, i); }});
+  tensors.push_back({"model.f", {3, 5}, whole, [](std::uint64_t i) { return value_of(3, 0, i); }});
+  write_distributed(root_ + "/d", {.tensors = tensors});
+
+  EXPECT_EQ(command("import " + root_ + "/imported --from " + root_ + "/d"), 0) << err_;
+
+  expect_contains(
+      err_, "note: 1 tensor with the bits of another, as a tied parameter's second name, is left out, head");
+  const SavedStateReader state(root_ + "/imported");
+  std::vector<std::string> names;
+  for (const SavedParameter& parameter : state.facts().parameters) names.push_back(parameter.name);
+  std::sort(names.begin(), names.end());
+  EXPECT_EQ(names, (std::vector<std::string>{"a", "b", "c.weight", "f"}));
+}
+
 TEST_F(CheckpointImport, PrefixesAreThoseOfMomentsOrOfTheNestedDictionary) {
   std::vector<Listed> tensors = model_with_moments("", "");
   write_distributed(root_ + "/d", {.tensors = tensors});
