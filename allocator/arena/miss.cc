@@ -54,14 +54,21 @@ struct ChunkedArena::Miss {
 
 // Mapped memory comes before new memory, and the request's own region before the other one. New memory comes
 // before stitching only while little more is held than was ever live.
+// clang-format off
 const ChunkedArena::Strategy ChunkedArena::kStrategies[] = {
-    &ChunkedArena::serve_as_learned,        &ChunkedArena::serve_by_sharing,
-    &ChunkedArena::serve_from_free_range,   &ChunkedArena::serve_from_adjacent_ranges,
-    &ChunkedArena::serve_from_shown_memory, &ChunkedArena::serve_by_growing_if_worthwhile,
-    &ChunkedArena::serve_from_other_region, &ChunkedArena::serve_from_memory_shown_by_both_regions,
-    &ChunkedArena::serve_by_stitching,      &ChunkedArena::serve_by_growing,
+    &ChunkedArena::serve_as_learned,
+    &ChunkedArena::serve_by_sharing,
+    &ChunkedArena::serve_from_free_range,
+    &ChunkedArena::serve_from_adjacent_ranges,
+    &ChunkedArena::serve_from_shown_memory,
+    &ChunkedArena::serve_by_growing_if_worthwhile,
+    &ChunkedArena::serve_from_other_region,
+    &ChunkedArena::serve_from_memory_shown_by_both_regions,
+    &ChunkedArena::serve_by_stitching,
+    &ChunkedArena::serve_by_growing,
     &ChunkedArena::serve_by_evicting,
 };
+// clang-format on
 
 // Called without a lock.
 Result<DevicePtr> ChunkedArena::allocate_slowly(const Placement& placement, std::uint64_t key) {
@@ -165,7 +172,8 @@ ChunkedArena::Outcome ChunkedArena::serve_by_sharing(Miss& miss) {
   Placement placement = miss.placement;
   placement.only_shares = true;
   gather(placement, !miss.shared());
-  const Status status = stitch(miss.lock, placement, &miss.range, &miss.start, &miss.addresses_used_up);
+  bool addresses_used_up = false;
+  const Status status = stitch(miss.lock, placement, &miss.range, &miss.start, &addresses_used_up);
   if (status.ok()) return Outcome::kServed;
   const Outcome outcome = miss.refused(status);
   if (outcome != Outcome::kNext) return outcome;
