@@ -208,6 +208,15 @@ TEST(ActivationFaults, TellOfARankLostBetweenForwardAndBackward) {
   }
 }
 
+Status checked(Chain& chain) {
+  try {
+    chain.checkpointer.check();
+  } catch (const Error& error) {
+    return error.status();
+  }
+  return Status();
+}
+
 // Gathers of one size, which no communicator can tell apart.
 TEST(ActivationFaults, TellOfRanksThatLoadInDifferentOrders) {
   for (const ActivationPlacement placement : {kPartition, kPartitionAndSpill}) {
@@ -226,11 +235,7 @@ TEST(ActivationFaults, TellOfRanksThatLoadInDifferentOrders) {
           const ActivationLease lease = chain.checkpointer.load({slot.unit, slot.slot, 1}, chain.stream);
         }
         throw_if_error(rank.backend->stream_synchronize(chain.stream));
-        try {
-          chain.checkpointer.check();
-        } catch (const Error& error) {
-          outcomes[number] = error.status();
-        }
+        outcomes[number] = checked(chain);
       });
       for (const Status& outcome : outcomes) {
         EXPECT_EQ(outcome.code(), StatusCode::kInvalidArgument) << outcome.to_string();
@@ -256,11 +261,7 @@ TEST(ActivationFaults, TellOfRanksThatLoadMicroBatchesInDifferentOrders) {
           chain.checkpointer.load({slot.unit, slot.slot, micro_batch}, chain.stream);
     }
     throw_if_error(rank.backend->stream_synchronize(chain.stream));
-    try {
-      chain.checkpointer.check();
-    } catch (const Error& error) {
-      outcomes[number] = error.status();
-    }
+    outcomes[number] = checked(chain);
   });
   for (const Status& outcome : outcomes) {
     EXPECT_NE(outcome.message().find("tensor-parallel rank 1 loaded different activations"),
