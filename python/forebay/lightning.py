@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import warnings
 from typing import Any, Dict, List, Optional
 
 try:
@@ -21,6 +20,7 @@ except ImportError:
 
 import forebay
 from forebay._library import Unsupported
+from forebay.torch.huggingface import moments_are_saved
 
 
 class Strategy(DDPStrategy):
@@ -86,8 +86,7 @@ class Strategy(DDPStrategy):
     # --- checkpoints ---
 
     def optimizer_state(self, optimizer: Any) -> Dict[str, Any]:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="optimizer.state_dict\\(\\) has no moments")
+        with moments_are_saved():
             return optimizer.state_dict()  # The groups, as schedulers have changed them.
 
     def save_checkpoint(self, checkpoint: Dict[str, Any], filepath: Any, storage_options: Optional[Any] = None) -> None:

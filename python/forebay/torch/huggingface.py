@@ -27,7 +27,7 @@ def _sharded_in(model: Any) -> Optional[nn.Module]:
 
 
 @contextlib.contextmanager
-def _moments_are_saved() -> Iterator[None]:
+def moments_are_saved() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="optimizer.state_dict\\(\\) has no moments")
         yield
@@ -65,7 +65,7 @@ def _teach_accelerate(module: ModuleType) -> None:
                     state.save(model, os.path.join(directory, f"{STATE}_{i}"))
         hook = self.register_save_state_pre_hook(save)
         try:
-            with _moments_are_saved():
+            with moments_are_saved():
                 return save_state(self, *args, **kwargs)
         finally:
             hook.remove()
@@ -102,7 +102,7 @@ def _teach_trainer(module: ModuleType) -> None:
     @functools.wraps(save_states)
     def with_moments(self: Any, output_dir: str, *args: Any, **kwargs: Any) -> None:
         model = _sharded_in(self.model)
-        with _moments_are_saved():
+        with moments_are_saved():
             save_states(self, output_dir, *args, **kwargs)
         if model is not None:
             state.save(model, os.path.join(output_dir, STATE))

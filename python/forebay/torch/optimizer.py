@@ -76,11 +76,10 @@ class Optimizer(torch.optim.Optimizer):
             raise InvalidArgument(f"the sharded model updates by {_NAMES[given]}, and the optimizer is {_NAMES[rule]}; give "
                                   f"shard(optimizer=\"{rule}\"), or make the optimizer right after shard()")
         sharded.commit(self.param_groups, rule)
-        self.is_replaced = False
         if sharded.optimizer is not None:
             sharded.between_steps()
             sharded.engine.reset_moments()
-            sharded.optimizer.is_replaced, sharded.optimizer = True, None
+            sharded.optimizer = self
         sharded.guard.begin_step()
         wanted = _groups_of(self.param_groups)
         self.parameter_count = len(wanted)
@@ -132,7 +131,7 @@ class Optimizer(torch.optim.Optimizer):
         if sum(len(group["params"]) for group in self.param_groups) != self.parameter_count:
             raise Unsupported("parameters were taken out of param_groups, or added, after the optimizer was made; freeze a "
                               "parameter by requires_grad_(False) between steps, which leaves it as it is")
-        if self.is_replaced or self.sharded.optimizer not in (None, self):
+        if self.sharded.optimizer not in (None, self):
             raise InvalidArgument("another optimizer of this model makes its steps, and the moments are that one's; call its "
                                   "step(), or make a new optimizer, which begins with moments of zero")
         scale = getattr(self, "grad_scale", None)  # GradScaler's, while gradients are scaled.

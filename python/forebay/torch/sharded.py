@@ -231,7 +231,7 @@ class Sharded:
         self.has_gradients = False
         self.norm: Optional[float] = None
         self.said: Set[str] = set()  # Warnings.
-        self.optimizer: Any = None  # The one whose moments the engine has, if it has made a step.
+        self.optimizer: Any = None  # The one whose moments the engine has; None before a step, and after restore().
         self.switched: List[str] = []  # The parameters of which requires_grad was followed before this step.
         self.stand_ins: Dict[nn.Parameter, stand_in.Gradient] = {}
         self.needs_values = any(t.is_meta for t in itertools.chain(model.parameters(), model.buffers()))
