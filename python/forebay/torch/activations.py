@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import zlib
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
 import torch
 from torch import nn
@@ -67,9 +67,15 @@ class _Saved:
                 pass
 
 
-def _kept(t: torch.Tensor) -> Tuple[torch.Tensor, Optional[int]]:
+class _Kept(NamedTuple):
     """A tensor that stays, and its version: torch checks none of a tensor that a hook packs."""
-    return t, None if t.is_inference() else t._version
+
+    tensor: torch.Tensor
+    version: Optional[int]
+
+
+def _kept(t: torch.Tensor) -> _Kept:
+    return _Kept(t, None if t.is_inference() else t._version)
 
 
 class ActivationOffload:
@@ -170,7 +176,7 @@ class ActivationOffload:
         return _Saved(self, of, slot, storage)
 
     def _unpack(self, packed: Any) -> torch.Tensor:
-        if len(packed) == 2:
+        if isinstance(packed, _Kept):
             t, version = packed
             if version is not None and t._version != version:
                 raise RuntimeError(f"a tensor of shape {list(t.shape)} that the backward pass needs has been modified by an inplace "
