@@ -12,6 +12,8 @@
 //   kill RANK        that rank kills itself with SIGKILL, the others wait
 //   fewer SIZE       with more than SIZE ranks, the last one kills itself and the others wait; else ends
 //                    with 0. The launcher starts the ranks that are left again
+//   asked            waits for a signal, and the last rank then kills itself; a rank alone ends with 0. The
+//                    launcher would start the ranks that are left again
 #include <sched.h>
 #include <signal.h>
 #include <unistd.h>
@@ -50,7 +52,8 @@ int run_rank(const std::vector<std::string>& arguments) {
   const forebay::LaunchEnvironment& environment = read.value();
   const std::string& mode = arguments[3];
   // Each meeting of fewer ranks has reports of its own.
-  const std::string reports = arguments[2] + (mode == "fewer" ? "." + std::to_string(environment.size) : "");
+  const std::string reports =
+      arguments[2] + (mode == "fewer" || mode == "asked" ? "." + std::to_string(environment.size) : "");
   const std::string report = reports + "." + std::to_string(environment.rank);
   if (std::FILE* file = std::fopen((report + ".part").c_str(), "w")) {
     std::fprintf(file, "%d %d %d %d %d %s\n", environment.rank, environment.size, environment.local_rank,
@@ -77,6 +80,12 @@ int run_rank(const std::vector<std::string>& arguments) {
   if (is_too_many && environment.rank == environment.size - 1) raise(SIGKILL);
   if (is_too_many && arguments.size() > 5 && environment.rank == 0) {
     for (;;) pause();
+  }
+  if (mode == "asked") {
+    if (environment.size == 1) return 0;
+    const int code = wait_for_signal(environment.rank);
+    if (environment.rank == environment.size - 1) raise(SIGKILL);
+    return code;
   }
   if (mode == "count") {
     int interrupts = 0;
@@ -111,7 +120,7 @@ int main(int argc, char** argv) {
   forebay::LaunchOptions options;
   options.size = std::atoi(arguments[0].c_str());
   options.grace = std::chrono::milliseconds(std::atoi(arguments[1].c_str()));
-  if (arguments[3] == "fewer") {
+  if (arguments[3] == "fewer" || arguments[3] == "asked") {
     options.after_loss = [](int left, int exit_code) { return exit_code == 128 + SIGKILL ? left : 0; };
   }
   const forebay::Result<int> code = forebay::launch_local_ranks(arguments, options);

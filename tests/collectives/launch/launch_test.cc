@@ -332,6 +332,15 @@ TEST_F(Launch, StartsTheRanksThatAreLeftAgainIfItIsTold) {
   EXPECT_FALSE(std::filesystem::exists(directory_ + "/report.1.0"));
 }
 
+TEST_F(Launch, StartsNothingAgainAfterItWasAskedToEnd) {
+  start(2, 30s, {"asked"});
+  wait_for_files(directory_ + "/report.2.");
+  kill(probe_, SIGTERM);
+
+  EXPECT_EQ(wait(), 128 + SIGKILL);
+  EXPECT_FALSE(std::filesystem::exists(directory_ + "/report.1.0"));
+}
+
 // The launcher itself has to kill rank 0 then.
 TEST_F(Launch, RanksThatItKillsAreNotLost) {
   start(4, 200ms, {"fewer", "2", "rank 0 hears nothing"});
