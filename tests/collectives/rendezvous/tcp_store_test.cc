@@ -448,6 +448,12 @@ class Link {
     const std::lock_guard lock(mutex_);
     is_cut_ = false;
   }
+  // Carries nothing to the ranks any more. Their next bytes are taken for a request, which nobody answers:
+  // they get what the server sent before, and then the connection ends as with the server's process.
+  void end_at_the_next_request() {
+    const std::lock_guard lock(mutex_);
+    is_ending_ = true;
+  }
   std::size_t connection_count() {
     const std::lock_guard lock(mutex_);
     return pairs_.size();
@@ -474,6 +480,15 @@ class Link {
       static_cast<void>(send(to.number(), bytes, static_cast<std::size_t>(count), MSG_NOSIGNAL));
     return count > 0;
   }
+  static void end(Pair& pair) {
+    pollfd news{pair.server.number(), POLLIN, 0};
+    poll(&news, 1, 10'000);
+    static_cast<void>(pass(pair.server, pair.rank));
+    char request[4096];  // Unread bytes would make the end a reset.
+    static_cast<void>(recv(pair.rank.number(), request, sizeof(request), MSG_DONTWAIT));
+    pair.rank.reset();
+    pair.server.reset();
+  }
   void carry() {
     while (!over_) {
       std::vector<pollfd> waiting{{listener_.number(), POLLIN, 0}};
@@ -487,6 +502,11 @@ class Link {
       poll(waiting.data(), waiting.size(), 5);
       const std::lock_guard lock(mutex_);
       for (Pair& pair : pairs_) {
+        if (is_ending_) {
+          pollfd request{pair.rank.number(), POLLIN, 0};
+          if (poll(&request, 1, 0) > 0) end(pair);
+          continue;
+        }
         if (pair.rank.valid() && !pass(pair.rank, pair.server)) pair.rank.reset(), pair.server.reset();
         if (pair.server.valid() && !pass(pair.server, pair.rank)) pair.rank.reset(), pair.server.reset();
       }
@@ -510,6 +530,7 @@ class Link {
   // Guarded by mutex_.
   std::vector<Pair> pairs_;
   bool is_cut_ = false;
+  bool is_ending_ = false;
   std::thread thread_;
 };
 
@@ -580,6 +601,42 @@ TEST_P(TcpStoreWorld, ARankComesBackAfterTheNetworkBrokeItsConnection) {
       << statuses[2].message();
   statuses.erase(statuses.begin() + 2);
   expect_one_cause(statuses, StatusCode::kPeerLost, "rank 2 at 127.0.0.1 ended");
+}
+
+// The server writes the news and ends before the rank looks: the rank finds both in its connection.
+TEST_P(TcpStoreWorld, ATextThatCameBeforeTheServerEndedIsRead) {
+  Link link(port_);
+  std::atomic<bool> holds{false};
+  std::atomic<bool> written{false};
+  std::atomic<bool> is_read{false};
+  const auto body = [&](TcpStore& store, int rank) -> Status {
+    if (rank == 1) {
+      link.end_at_the_next_request();
+      holds = true;
+      while (!written) std::this_thread::yield();
+      EXPECT_EQ(store.read("vote"), "the last text");
+      EXPECT_FALSE(store.status().ok());
+      is_read = true;
+    }
+    if (rank == 0) {
+      while (!holds) std::this_thread::yield();
+      EXPECT_EQ(store.write_once("vote", "the last text"), "the last text");
+      written = true;
+    }
+    while (!is_read) std::this_thread::yield();
+    return {};
+  };
+
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < size(); ++rank) {
+    threads.emplace_back([&, rank, mine = options(rank)]() mutable {
+      if (rank == 1) mine.address.port = link.port();
+      const Status met =
+          run(std::move(mine), [&](TcpStore& store, const Meeting&) { return body(store, rank); });
+      EXPECT_TRUE(met.ok()) << met.to_string();
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
 }
 
 // The last rank reads nothing. Posted texts pass it by, and the server keeps a bounded part of the others.
