@@ -1,6 +1,6 @@
 // Does the same as PyTorch with a pluggable allocator: opens the library by its path, finds the functions by
 // their names, and allocates, uses and frees on streams. It also takes some memory from the driver.
-//   torch_program PATH_OF_CORE [full | record]
+//   torch_program PATH_OF_CORE [full | record | capture]
 #include <sys/types.h>
 
 #include <algorithm>
@@ -105,6 +105,29 @@ int record_use(CuContext context) {
   return 0;
 }
 
+// The graph may run on any stream, so it gets no memory that work queued on the captured stream may still
+// use.
+int capture(CuContext context) {
+  constexpr ssize_t kBytes = 8 << 20;
+  CHECK_CU(driver.cuCtxSetCurrent(context));
+  CuStream stream = nullptr;
+  CHECK_CU(driver.cuStreamCreate(&stream, kStreamNonBlocking));
+  void* const block = allocate(kBytes, 0, stream);
+  CHECK(block != nullptr);
+  for (int i = 0; i < 5; ++i) CHECK_CU(driver.cuMemsetD8Async(address_of(block), 1, 4096, stream));
+  give_back(block, kBytes, 0, stream);
+  CHECK_CU(driver.cuStreamBeginCapture_v2(stream, CuCaptureMode::kRelaxed));
+  void* const next = allocate(kBytes, 0, stream);
+  CuGraph graph = nullptr;
+  CHECK_CU(driver.cuStreamEndCapture(stream, &graph));
+  const bool is_idle = driver.cuStreamQuery(stream) == CuResult::kSuccess;
+  std::printf("idle %d: same block %d\n", is_idle, next == block);
+  CHECK_CU(driver.cuStreamSynchronize(stream));
+  give_back(next, kBytes, 0, stream);
+  CHECK_CU(driver.cuStreamSynchronize(stream));
+  return 0;
+}
+
 int run(const char* core, const std::string& what) {
   const bool fill = what == "full";
   void* const library = ::dlopen(core, RTLD_NOW);
@@ -120,6 +143,7 @@ int run(const char* core, const std::string& what) {
   CHECK_CU(driver.cuDevicePrimaryCtxRetain(&context, 0));
   CHECK_CU(driver.cuCtxSetCurrent(context));
   if (what == "record") return record_use(context);
+  if (what == "capture") return capture(context);
 
   CHECK(allocate(0, 0, nullptr) == nullptr);
   void* const block = allocate(1u << 20, 0, nullptr);
