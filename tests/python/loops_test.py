@@ -1,5 +1,6 @@
 """Loops that people write around a model, on one rank: the weights of plain torch, at stages 0 and 3."""
 
+import tempfile
 import unittest
 import warnings
 
@@ -111,6 +112,23 @@ class Loops(unittest.TestCase):
         with self.assertRaisesRegex(forebay.InvalidArgument, "another optimizer of this model makes its steps"):
             first.step()
         third.step()
+
+    def test_an_optimizer_that_is_made_after_a_restore_has_the_moments_of_the_state(self):
+        model = forebay.shard(make(), stage=1)
+
+        def step(optimizer):
+            model(inputs(0)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return forebay.digest(model)
+
+        first = forebay.AdamW(model, lr=0.05)
+        step(first)
+        with tempfile.TemporaryDirectory() as directory:
+            forebay.save(model, directory)
+            expected = step(first)
+            forebay.restore(model, directory)
+        self.assertEqual(step(forebay.AdamW(model, lr=0.05)), expected)
 
     def test_what_shards_cannot_do_is_refused(self):
         model = forebay.shard(make(), stage=1)
