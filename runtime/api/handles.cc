@@ -9,6 +9,7 @@
 #include <string_view>
 #include <vector>
 
+#include "forebay/text.h"
 #include "runtime/api/words.h"
 
 namespace forebay::api {
@@ -120,7 +121,14 @@ thread_local std::string last_error;
 
 void set_last_error(const char* function, const char* text) noexcept {
   try {
-    last_error = function == nullptr ? text : std::string(function) + ": " + text;
+    const std::string message = function == nullptr ? text : std::string(function) + ": " + text;
+    last_error.clear();
+    // The names of units and parameters are in messages. Line by line: some messages have several lines.
+    for (std::size_t begin = 0, end = 0; end != std::string::npos; begin = end + 1) {
+      end = message.find('\n', begin);
+      if (begin > 0) last_error += '\n';
+      last_error += shown_text(std::string_view(message).substr(begin, end - begin));
+    }
   } catch (...) {
     last_error.clear();
   }

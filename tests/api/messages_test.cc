@@ -44,6 +44,17 @@ TEST(CApiMessages, NameWhatIsOpenAndTheUnit) {
   EXPECT_EQ(last_error(), "forebay_engine_add_unit: name is null; give an address");
 }
 
+TEST(CApiMessages, SpellControlCharactersOfNamesOut) {
+  One one;
+  std::int32_t number = 0;
+  ASSERT_OK(forebay_engine_add_unit(one.engine, "red\x1b[31m", 0, &number));
+  EXPECT_EQ(forebay_engine_add_unit(one.engine, "red\x1b[31m", 0, &number), FOREBAY_INVALID_ARGUMENT);
+  EXPECT_NE(last_error().find("red\\x1b[31m"), std::string::npos) << last_error();
+  EXPECT_EQ(last_error().find('\x1b'), std::string::npos);
+  EXPECT_EQ(forebay_device_open("x\x1b[1m", nullptr, nullptr), FOREBAY_INVALID_ARGUMENT);
+  EXPECT_EQ(last_error().find('\x1b'), std::string::npos);
+}
+
 TEST(CApiMessages, PointFromOptionsToTheirFunctionsAndNames) {
   c::Options options;
   for (const char* const name : {"lr", "clip"}) {

@@ -147,7 +147,7 @@ class ZeroCheckpoint : public TensorSource {
     add_trained();
     if (stage_ == 3) add_frozen_parts();
     if (tensors_.empty()) refuse_import(directory_, "it has no parameters");
-    if (!has_optimizer_steps_) steps_.applied = steps_.attempted - std::min(steps_.attempted, skipped_steps_);
+    if (!has_optimizer_steps_) take_steps_of_engine();
     steps_.attempted = std::max(steps_.attempted, steps_.applied);
   }
 
@@ -372,11 +372,29 @@ class ZeroCheckpoint : public TensorSource {
       const std::size_t vector = stage_ < 3 ? group : rank;
       if (vector >= vectors_.size()) vectors_.resize(vector + 1);
       const std::uint64_t count = groups[group].fields[0]->count;
+      if (stage_ < 3) check_part(path_of(file), vectors_[vector], count, rank);
       for (int field = 0; field < kFieldCount; ++field) {
         if (!vectors_[vector].fields[field].append(groups[group].fields[field], file, count))
           refuse_import(path_of(file), "its groups have too many elements");
       }
     }
+  }
+
+  struct Vectors {
+    FlatVector fields[kFieldCount];
+    std::uint64_t full_part = 0;   // Elements of the part of rank 0, at stages 1 and 2.
+    std::uint64_t most_ahead = 0;  // That the part of the next rank may have.
+  };
+
+  // The parts of a group have the same length, but for the end of the group, after which nothing comes.
+  static void check_part(const std::string& path, Vectors& vector, std::uint64_t count, std::size_t rank) {
+    if (rank == 0) vector.full_part = vector.most_ahead = count;
+    if (count > vector.most_ahead) {
+      refuse_import(path, "its part of a group has " + std::to_string(count) +
+                              " elements where those of the " + "ranks before leave room for " +
+                              std::to_string(vector.most_ahead));
+    }
+    if (count < vector.full_part) vector.most_ahead = 0;
   }
 
   // --- the files of the model ---
@@ -395,15 +413,31 @@ class ZeroCheckpoint : public TensorSource {
       shapes_.push_back(shapes_of(file.path(), pickle, group));
     const PickleValue* const frozen = pickle.find(torch.root(), "frozen_param_shapes");
     if (frozen != nullptr && stage_ == 3) frozen_ = shapes_of(file.path(), pickle, *frozen);
-    steps_.attempted = step_number(pickle, torch.root(), "global_steps");
-    skipped_steps_ = step_number(pickle, torch.root(), "skipped_steps");
+    const std::optional<std::uint64_t> steps = step_number(file.path(), pickle, torch.root(), "global_steps");
+    has_engine_steps_ = steps.has_value();
+    steps_.attempted = steps.value_or(0);
+    skipped_steps_ = step_number(file.path(), pickle, torch.root(), "skipped_steps").value_or(0);
     if (stage_ < 3) add_frozen_of_module(torch, number);
   }
 
-  std::uint64_t step_number(const Pickle& pickle, const PickleValue& root, const char* name) const {
+  // Nothing if the file has no such number.
+  std::optional<std::uint64_t> step_number(const std::string& path, const Pickle& pickle,
+                                           const PickleValue& root, const char* name) const {
     const PickleValue* const value = pickle.find(root, name);
-    const std::optional<std::uint64_t> number = value == nullptr ? std::nullopt : number_of(pickle, *value);
-    return number && static_cast<double>(*number) <= kMostSteps ? *number : 0;
+    if (value == nullptr || value->kind == Kind::kNone) return std::nullopt;
+    const std::optional<std::uint64_t> number = number_of(pickle, *value);
+    if (!number || static_cast<double>(*number) > kMostSteps)
+      refuse_import(path, "its " + std::string(name) + " is not a number of steps");
+    return number;
+  }
+
+  // Moments without a step would be taken for those before the first.
+  void take_steps_of_engine() {
+    const bool has_moments = std::any_of(tensors_.begin(), tensors_.end(),
+                                         [](const Tensor& one) { return one.has_m || one.has_v; });
+    if (has_moments && !has_engine_steps_)
+      refuse_zero(directory_, "it has moments and no step", "use --weights-only");
+    steps_.applied = steps_.attempted - std::min(steps_.attempted, skipped_steps_);
   }
 
   Shapes shapes_of(const std::string& path, const Pickle& pickle, const PickleValue& dict) const {
@@ -523,6 +557,16 @@ class ZeroCheckpoint : public TensorSource {
         at += part_count(count);
       }
     }
+    for (const Vectors& rank : vectors_) check_end(at, rank.fields[0].count(), 1);
+  }
+
+  // Elements that no parameter takes are of parameters that the model's file does not name. Groups of stages
+  // 1 and 2 end with padding to a multiple of `alignment`.
+  void check_end(std::uint64_t taken, std::uint64_t count, std::uint64_t alignment) const {
+    const auto blocks = [&](std::uint64_t n) { return n / alignment + (n % alignment != 0 ? 1 : 0); };
+    if (blocks(taken) == blocks(count)) return;
+    refuse_import(directory_, "its parameters take " + std::to_string(taken) + " of the " +
+                                  std::to_string(count) + " elements of a flat group");
   }
 
   void add_group(std::size_t group) {
@@ -539,11 +583,8 @@ class ZeroCheckpoint : public TensorSource {
       if (!paddings_.empty() && __builtin_add_overflow(at, paddings_[group][p], &at))
         refuse_import(directory_, "its param_alignment_paddings are too large");
     }
+    check_end(at, vectors_[group].fields[0].count(), 2 * std::uint64_t{optimizer_files_.size()});
   }
-
-  struct Vectors {
-    FlatVector fields[kFieldCount];
-  };
 
   // Adds the places of elements [at, at + count) to the boxes of all fields, from element `begin` on.
   void find(const Vectors& vectors, const std::string& name, std::uint64_t at, std::uint64_t count,
@@ -602,6 +643,7 @@ class ZeroCheckpoint : public TensorSource {
   Steps steps_;
   std::uint64_t skipped_steps_ = 0;
   bool has_optimizer_steps_ = false;
+  bool has_engine_steps_ = false;
   bool has_momentum_ = false;
   bool has_v_ = false;
   std::uint64_t missing_[kFieldCount] = {};

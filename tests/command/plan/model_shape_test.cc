@@ -77,7 +77,9 @@ TEST(ModelShape, PartsAreCutAsTensorParallelRanksShareThem) {
                                      .key_value_heads = 1};
   const ModelShape llama = make_model_shape(few_keys, {.tensor_parallel = 2}).value();
   for (const ParameterShape& parameter : llama.units[1].parameters) {
-    if (parameter.name.find("k_proj") != std::string::npos) EXPECT_EQ(parameter.count, 12u * 6);
+    if (parameter.name.find("k_proj") != std::string::npos) {
+      EXPECT_EQ(parameter.count, 12u * 6);
+    }
   }
 }
 

@@ -102,6 +102,11 @@ class CheckpointImport : public ::testing::Test {
     bool has_short_moments = false;
     bool has_short_frozen = false;
     bool has_empty_frozen = false;  // In the module, too.
+    int resized_rank = -1;          // Its weights of the first group have `extra` elements more, or less.
+    std::ptrdiff_t extra = 0;
+    bool has_step = true;
+    bool lacks_name = false;  // The model's file does not have b among its parameters.
+    std::optional<std::int64_t> engine_steps = 42;
   };
 
   void write_zero(const std::string& directory, const Zero& zero) {
@@ -152,6 +157,8 @@ class CheckpointImport : public ::testing::Test {
     const auto vector = [&](std::size_t group, int field, bool padded) {
       Values values = part_of_group(zero, group, field, rank, padded);
       if (zero.has_short_moments && field > 0) values.pop_back();
+      if (rank == zero.resized_rank && group == 0 && field == 0)
+        values.resize(values.size() + static_cast<std::size_t>(zero.extra));
       file.tensor(values, {values.size()});
     };
     file.begin_dict().text("optimizer_state_dict").begin_dict();
@@ -163,8 +170,11 @@ class CheckpointImport : public ::testing::Test {
     file.text(zero.stage == 3 ? "optimizer_state_dict" : "base_optimizer_state").begin_dict();
     file.text("state").begin_dict();
     for (std::size_t group = 0; zero.has_moments && group < kGroups.size(); ++group) {
-      file.integer(static_cast<std::int64_t>(group)).begin_dict().text("step");
-      file.tensor({static_cast<float>(zero.step)}, {});
+      file.integer(static_cast<std::int64_t>(group)).begin_dict();
+      if (zero.has_step) {
+        file.text("step");
+        file.tensor({static_cast<float>(zero.step)}, {});
+      }
       if (zero.is_plain_sgd) {
         file.text("momentum_buffer").none().end_dict();
         continue;
@@ -190,9 +200,11 @@ class CheckpointImport : public ::testing::Test {
       file.integer(zero.ranks);
     } else {
       file.begin_list().integer(zero.ranks).integer(zero.ranks).end_list();
-      file.text("param_alignment_paddings").begin_list();
-      for (const auto& group : kGroups) file.tuple(Shape(group.size(), zero.padding));
-      file.end_list();
+      if (!zero.lacks_name) {  // Older files have no paddings.
+        file.text("param_alignment_paddings").begin_list();
+        for (const auto& group : kGroups) file.tuple(Shape(group.size(), zero.padding));
+        file.end_list();
+      }
     }
     file.end_dict().entry("ds_version", "0.19.8").end_dict();
     return file;
@@ -224,7 +236,9 @@ class CheckpointImport : public ::testing::Test {
     file.text("param_shapes").begin_list();
     for (const auto& group : kGroups) {
       file.raw("ccollections\nOrderedDict\n)R(");
-      for (const Parameter& parameter : group) file.text(parameter.name), file.size(parameter.shape);
+      for (const Parameter& parameter : group) {
+        if (!zero.lacks_name || parameter.name != "b") file.text(parameter.name), file.size(parameter.shape);
+      }
       file.raw("u");
     }
     file.end_list().text("shared_params").begin_dict().entry("tied", "a").end_dict();
@@ -243,7 +257,9 @@ class CheckpointImport : public ::testing::Test {
     }
     file.text("none");
     file.tensor({}, {0});
-    file.end_dict().entry("global_steps", 42).entry("skipped_steps", 2).end_dict();
+    file.end_dict();
+    if (zero.engine_steps) file.entry("global_steps", *zero.engine_steps);
+    file.entry("skipped_steps", 2).end_dict();
     return file;
   }
 
@@ -664,7 +680,8 @@ TEST_F(CheckpointImport, PartsThatAreMissingOrNotSupportedAreNamed) {
   refused(
       {.has_moments = false},
       [&] {
-        write(rank + "0_mp_rank_00_optim_states.pt", weights(2, {{0}, {0}}, {3, 3}));
+        for (const char* number : {"0", "1", "2"})
+          write(rank + number + "_mp_rank_00_optim_states.pt", weights(2, {{0}, {0}}, {3, 3}));
       },
       "param_alignment_paddings are not those of its parameters");
   refused(
@@ -675,6 +692,42 @@ TEST_F(CheckpointImport, PartsThatAreMissingOrNotSupportedAreNamed) {
       "divided over different numbers of ranks");
   fs::create_directories(root_ + "/empty");
   expect_contains(refusal([&] { open_deepspeed(root_ + "/empty", false); }), "no files *_optim_states.pt");
+}
+
+// Each of them would shift weights, leave a parameter out or take it for a frozen one.
+TEST_F(CheckpointImport, FlatGroupsOfZeroThatDoNotFitTogetherAreRefused) {
+  const auto refused = [&](const Zero& zero, const std::string& part) {
+    SCOPED_TRACE("stage " + std::to_string(zero.stage) + ", rank " + std::to_string(zero.resized_rank) +
+                 ", " + std::to_string(zero.extra));
+    fs::remove_all(root_ + "/zero");
+    write_zero(root_ + "/zero", zero);
+    expect_contains(refusal([&] { open_deepspeed(root_ + "/zero", true); }), part);
+  };
+  refused({.resized_rank = 0, .extra = -2}, "_1_mp_rank_00_optim_states.pt");
+  refused({.resized_rank = 0, .extra = -2}, "leave room for 6");
+  refused({.resized_rank = 1, .extra = -2}, "leave room for 0");
+  refused({.resized_rank = 1, .extra = 2}, "leave room for 8");
+  refused({.resized_rank = 2, .extra = -2}, "end before b");
+  for (const int stage : {2, 3}) {
+    refused({.stage = stage, .ranks = 1, .resized_rank = 0, .extra = 22}, "its parameters take");
+    refused({.stage = stage, .lacks_name = true}, "its parameters take");
+  }
+  for (const int rank : {0, 2}) {
+    refused({.stage = 3, .resized_rank = rank, .extra = 3}, "its parameters take");
+    refused({.stage = 3, .resized_rank = rank, .extra = -1}, "flat group");
+  }
+}
+
+TEST_F(CheckpointImport, MomentsOfZeroWithoutAStepAreRefused) {
+  const std::string directory = root_ + "/zero";
+  write_zero(directory, {.has_step = false});
+  EXPECT_EQ(open_deepspeed(directory, false)->steps().applied, 40u);
+  write_zero(directory, {.has_step = false, .engine_steps = std::nullopt});
+  expect_contains(refusal([&] { open_deepspeed(directory, false); }),
+                  "it has moments and no step; use --weights-only");
+  expect_model(*open_deepspeed(directory, true), false);
+  write_zero(directory, {.engine_steps = -5});
+  expect_contains(refusal([&] { open_deepspeed(directory, false); }), "its global_steps is not a number of");
 }
 
 TEST_F(CheckpointImport, FilesOfZeroThatWereCutOffAreRefused) {
