@@ -771,11 +771,13 @@ Result<DevicePtr> ChunkedArena::allocate(const AllocationRequest& request) {
   latest_stream_ = placement.stream;
   placement.known = steps_.find(placement.bytes, total_.live_bytes, placement.kind);
   const std::uint64_t key = steps_.key();
-  // A block of whole chunks, or less than one, leaves no rest that others could use.
-  const bool leaves_rest = placement.bytes > chunk_bytes_ && placement.bytes % chunk_bytes_ != 0;
-  placement.stranger = strangers_.meet(placement.bytes) && placement.known == StepMemory::kUnknown &&
-                       placement.region == kTransientRegion && leaves_rest;
-  placement.shares = placement.stranger && strangers_.stay();
+  if (strangers_.meet(placement.bytes)) [[unlikely]] {
+    // A block of whole chunks, or less than one, leaves no rest that others could use.
+    const bool leaves_rest = placement.bytes > chunk_bytes_ && placement.bytes % chunk_bytes_ != 0;
+    placement.stranger =
+        placement.known == StepMemory::kUnknown && placement.region == kTransientRegion && leaves_rest;
+    placement.shares = placement.stranger && strangers_.stay();
+  }
   for (bool settled = stream_count_ <= 1;;) {
     // May have become false while mutex_ was released. The slow path then says why.
     if (!may_serve(placement.region) || !within_tag_limit(placement.tag, placement.bytes)) break;
