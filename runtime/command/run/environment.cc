@@ -162,8 +162,8 @@ void choose_jax(const Environment& inherited, RunEnvironment* environment) {
 RunEnvironment off_environment(const Environment& inherited) {
   RunEnvironment environment;
   environment.set[kPreloadModeVariable] = "off";
-  environment.lines.push_back(std::string(kPreloadModeVariable) +
-                              "=off: the command runs as it is, and nothing is served or counted");
+  environment.lines.push_back(format_text(
+      "%s=off: the command runs as it is, and nothing is served or counted", kPreloadModeVariable));
   if (const std::uint64_t outer = outer_limit(inherited); outer != 0) {
     environment.lines.push_back(not_held(outer));
   }
@@ -213,10 +213,10 @@ Status observe(const RunOptions& options, const Environment& inherited, std::uin
   if (!options.learned.empty()) return refusal("place blocks by --learned " + options.learned);
   if (options.tensors.value_or(false)) return refusal("have PyTorch allocate by --tensors");
   const bool is_inherited = inherited_mode(inherited) == PreloadMode::kObserve;
-  environment->lines.insert(environment->lines.begin(),
-                            std::string("observing") +
-                                (is_inherited ? std::string(" (") + kPreloadModeVariable + "=observe)" : "") +
-                                ": every allocation goes to the driver and is counted; nothing is changed");
+  const std::string source = is_inherited ? format_text(" (%s=observe)", kPreloadModeVariable) : "";
+  environment->lines.insert(
+      environment->lines.begin(),
+      "observing" + source + ": every allocation goes to the driver and is counted; nothing is changed");
   if (outer_bytes != 0) environment->lines.push_back(not_held(outer_bytes));
   return Status();
 }
@@ -268,8 +268,9 @@ std::string inherited_records(const Environment& inherited) {
 Result<RunEnvironment> run_environment(const RunOptions& options, const Environment& inherited) {
   const std::string mode = value_of(inherited, kPreloadModeVariable);
   if (!mode.empty() && mode != "arena" && mode != "observe" && mode != "off") {
-    return Status(StatusCode::kInvalidArgument, std::string(kPreloadModeVariable) + " is '" + mode +
-                                                    "'; use arena, observe or off, or leave it out");
+    return Status(StatusCode::kInvalidArgument,
+                  format_text("%s is '%s'; use arena, observe or off, or leave it out", kPreloadModeVariable,
+                              shown_value(mode).c_str()));
   }
   if (options.mode == PreloadMode::kOff) return off_environment(inherited);
   FOREBAY_RETURN_IF_ERROR(check_preload_path(options.preload_library));
