@@ -301,8 +301,8 @@ class Library:
             try:
                 function = getattr(loaded, "forebay_" + name)
             except AttributeError:
-                raise Unavailable(f"{path} has no function forebay_{name}; it is older than this package. "
-                                  "Install both from one version.") from None
+                raise Unavailable(f"{path} has no function forebay_{name}; it is older than this package, or "
+                                  "another library. Install both from one version.") from None
             function.argtypes = [TYPES[letter] for letter in parameters]
             function.restype = check if not result else None if result == "-" else TYPES[result]
             setattr(self, name, _with_whole_texts(function, parameters))

@@ -661,7 +661,10 @@ def _config_text(config: Any) -> str:
         return json.dumps(config)
     if isinstance(config, str) and config.lstrip().startswith("{"):
         return config
+    config = os.fspath(config)
     path = os.path.join(config, "config.json") if os.path.isdir(config) else config
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise InvalidArgument(f"{path} is no regular file; give config.json or the directory that has it")
     with open(path, encoding="utf-8") as file:
         return file.read()
 

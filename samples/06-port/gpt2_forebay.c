@@ -355,7 +355,7 @@ int main(int argc, char** argv) {
   int32_t rank, size, ignored;
   char name[32], digest[33];
   check(forebay_options_create(&options));
-  for (int i = 2; i + 1 < argc; i += 2) check(forebay_options_set(options, argv[i], argv[i + 1]));
+  for (int i = 2; i < argc; i += 2) check(forebay_options_set(options, argv[i], argv[i + 1]));
   check(forebay_device_open("host", options, &device));
   check(forebay_communicator_create(device, options, NULL, NULL, &ranks));
   check(forebay_communicator_rank(ranks, &rank, &size));

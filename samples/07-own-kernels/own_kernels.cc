@@ -11,6 +11,7 @@
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <filesystem>
 #include <fstream>
 #include <iterator>
 #include <string>
@@ -141,8 +142,11 @@ void train(int rank, int stage, const std::string& image, LocalGroup& group) {
 
 int main(int argc, char** argv) {
   const char* const path = argc > 1 ? argv[1] : OWN_KERNELS_IMAGE;
-  std::ifstream file(path, std::ios::binary);
-  const std::string image{std::istreambuf_iterator<char>(file), {}};
+  std::string image;
+  if (std::filesystem::is_regular_file(path)) {
+    std::ifstream file(path, std::ios::binary);
+    image.assign(std::istreambuf_iterator<char>(file), {});
+  }
   if (image.empty()) {
     std::fprintf(stderr, "own-kernels: cannot read kernels from %s; give the image that nvcc made\n", path);
     return 1;

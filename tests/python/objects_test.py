@@ -691,6 +691,10 @@ class Plans(unittest.TestCase):
                 json.dump(GPT2, file)
             expected = forebay.plan(path, ranks=2)
             self.assertEqual(forebay.plan(directory, ranks=2), expected)
+        with self.assertRaisesRegex(forebay.InvalidArgument, "/dev/zero is no regular file"):
+            forebay.plan("/dev/zero")
+        with self.assertRaises(TypeError):
+            forebay.plan(5)
         made = mock.Mock(spec=["to_dict"], to_dict=lambda: GPT2)
         for config in (GPT2, made, "\n " + json.dumps(GPT2)):
             self.assertEqual(forebay.plan(config, ranks=2), expected)

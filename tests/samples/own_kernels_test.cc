@@ -30,10 +30,12 @@ TEST(OwnKernels, TrainToTheDigestOfTheFirstTrainer) {
   EXPECT_NE(device.output.find(digest_of(host.output)), device.output.rfind(digest_of(host.output)));
 }
 
-TEST(OwnKernels, NameAnImageThatIsNotThere) {
-  const Finished finished = run_program({OWN_KERNELS, "/missing.fatbin"});
-  EXPECT_EQ(finished.exit_code, 1);
-  EXPECT_NE(finished.output.find("/missing.fatbin"), std::string::npos) << finished.output;
+TEST(OwnKernels, NameAnImageThatIsNoFile) {
+  for (const std::string path : {"/missing.fatbin", "/tmp", "/dev/zero"}) {
+    const Finished finished = run_program({OWN_KERNELS, path});
+    EXPECT_EQ(finished.exit_code, 1);
+    EXPECT_NE(finished.output.find("cannot read kernels from " + path), std::string::npos) << finished.output;
+  }
 }
 
 }  // namespace

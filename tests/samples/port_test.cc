@@ -63,6 +63,12 @@ TEST(Port, IsADiffOfAtMost60Lines) {
   EXPECT_LE(changed, 60) << finished.output;
 }
 
+TEST(Port, RefusesAnOptionWithoutAValue) {
+  const Finished finished = run_program({GPT2_FOREBAY, PORT_TEXT, "stage", "3", "offload"});
+  EXPECT_NE(finished.exit_code, 0);
+  EXPECT_NE(finished.output.find("value is null"), std::string::npos) << finished.output;
+}
+
 TEST(Port, HasTheLossesOfThePlainProgram) {
   const Training plain = train(GPT2_PLAIN, {});
   ASSERT_EQ(plain.losses.size(), 40U);
