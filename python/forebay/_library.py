@@ -267,17 +267,27 @@ def signature(letters: str) -> tuple:
 ADVICE: Dict[str, str] = {}
 
 
-def _with_whole_texts(function: Any, parameters: str) -> Any:
-    """The function, which refuses texts with a zero byte: C would end them there, and save under another name, say."""
+# The whole numbers that fit: ctypes would cut the others off.
+RANGES = {"i": range(-2**31, 2**31), "l": range(2**32), "u": range(2**64)}
+
+
+def _with_checked_arguments(name: str, function: Any, parameters: str) -> Any:
+    """The function, which refuses whole numbers that do not fit, and texts with a zero byte: C would end them there, and
+    save under another name, say."""
     texts = [place for place, letter in enumerate(parameters) if letter == "s"]
+    numbers = [(place, RANGES[letter]) for place, letter in enumerate(parameters) if letter in RANGES]
 
     def call(*arguments: Any) -> Any:
         for place in texts:
             if arguments[place] is not None and b"\0" in arguments[place]:
                 raise InvalidArgument(f"{arguments[place][:80]!r} has a zero byte, which ends a text in C; leave it out")
+        for place, numbers_that_fit in numbers:
+            if type(arguments[place]) is int and arguments[place] not in numbers_that_fit:
+                raise InvalidArgument(f"forebay_{name}: {arguments[place]} was given; use a whole number from "
+                                      f"{numbers_that_fit[0]} to {numbers_that_fit[-1]}")
         return function(*arguments)
 
-    return call if texts else function
+    return call if texts or numbers else function
 
 
 class Library:
@@ -305,7 +315,7 @@ class Library:
                                   "another library. Install both from one version.") from None
             function.argtypes = [TYPES[letter] for letter in parameters]
             function.restype = check if not result else None if result == "-" else TYPES[result]
-            setattr(self, name, _with_whole_texts(function, parameters))
+            setattr(self, name, _with_checked_arguments(name, function, parameters))
         if self.abi() != ABI:
             raise Unavailable(f"{path} has ABI {self.abi()}, and this package needs {ABI}. Install both from "
                               "one version.")

@@ -206,6 +206,15 @@ class Memory(unittest.TestCase):
             pool.free(pinned)
             arena.free(block)
 
+    def test_whole_numbers_that_c_would_cut_off_are_refused(self):
+        with forebay.Device("host", device_memory=1 << 28) as device, forebay.Arena(device) as arena:
+            for size in (2**64 + 16, -1):
+                with self.assertRaisesRegex(forebay.InvalidArgument, f"{size} was given; use a whole number from 0 to"):
+                    arena.allocate(size)
+            self.assertEqual(arena.number("live_bytes"), 0)
+        with self.assertRaisesRegex(forebay.InvalidArgument, "4294967298 was given"):
+            forebay.LocalGroup(2**32 + 2)
+
     def test_flags_reach_the_arena(self):
         with forebay.Device("host", device_memory=1 << 28) as device, forebay.Arena(device) as arena:
             with self.assertRaisesRegex(forebay.InvalidArgument, "flags"):
