@@ -7,6 +7,8 @@ import copy
 import faulthandler
 import gc
 import pickle
+import sys
+import types
 import unittest
 import warnings
 from unittest import mock
@@ -22,6 +24,7 @@ from torch import nn
 import forebay
 from fake_engine import FakeEngine
 from forebay.torch.sharded import Sharded
+from forebay.torch.uncompiled import uncompiled
 import models
 import passes
 from passes import plain_adamw
@@ -44,6 +47,13 @@ def adamw(model, **options):
 
 def released(model):
     return all(unit.held == 0 and not unit.calls and not unit.in_backward for unit in model._forebay.units)
+
+
+class Uncompiled(unittest.TestCase):
+    def test_works_while_the_compiler_is_imported(self):
+        """PyTorch 2.6 and 2.7 run operators in the import of torch._dynamo."""
+        with mock.patch.dict(sys.modules, {"torch._dynamo": types.ModuleType("torch._dynamo")}):
+            self.assertEqual(uncompiled(lambda value: value + 1)(2), 3)
 
 
 class EqualsPlainTorch(unittest.TestCase):

@@ -21,7 +21,7 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal disabled
         if disabled is None:
-            if "torch._dynamo" not in sys.modules:
+            if not hasattr(sys.modules.get("torch._dynamo"), "disable"):  # While it is imported it has none yet.
                 return function(*args, **kwargs)
             disabled = torch.compiler.disable(function)
             torch._dynamo.eval_frame.skip_code(call.__code__)  # Else this wrapper is compiled for each `function`.
