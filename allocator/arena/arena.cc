@@ -258,6 +258,7 @@ void ChunkedArena::remove_pending(Range* range) {
 
 void ChunkedArena::take_free(Range* range) {
   bins_of(range->region, range->waits).remove(range);
+  free_bytes_[range->region] -= range->bytes;
   --free_count_;
   ++free_changes_;
   if (range->waits != 0) remove_pending(range);
@@ -285,6 +286,7 @@ void ChunkedArena::put_free(Range* range) {
   // cover it.
   if (range->waits == 0) range->epoch = 0;
   bins_of(range->region, range->waits).insert(range);
+  free_bytes_[range->region] += range->bytes;
   ++free_count_;
   ++free_changes_;
   if (range->waits != 0) push_pending(range);

@@ -387,6 +387,7 @@ class ChunkedArena final : public Arena {
   Outcome serve_by_stitching(Miss& miss);
   Outcome serve_by_growing(Miss& miss);
   Outcome serve_by_evicting(Miss& miss);
+  bool was_refused(const Miss& miss) const;
   Outcome serve_fixed(Miss& miss);
   Outcome take_shown(Miss& miss);
   Outcome take_grown(Miss& miss, bool freely);
@@ -529,8 +530,17 @@ class ChunkedArena final : public Arena {
   std::uint64_t none_shown_at_ = 0;        // The same when no address showed enough of the request's region.
   std::size_t gather_max_ = kMissScanMax;  // SIZE_MAX: before a request is refused.
   bool gathered_all_ = true;               // The latest gather left no range out.
-  std::vector<Extent> rows_;               // Addresses that have been searched for a run.
-  std::vector<std::uint32_t> wholes_;      // Whole chunks for a stitch, sorted.
+  // The latest request that was refused after a search of all free memory, and the state then.
+  struct Refused {
+    std::uint64_t free_changes = 0;
+    std::size_t reserved_bytes = 0;
+    std::size_t bytes = 0;
+    std::size_t alignment = 0;
+    std::uint64_t mine = 0;
+    std::uint8_t region = 0;
+  } refused_;
+  std::vector<Extent> rows_;           // Addresses that have been searched for a run.
+  std::vector<std::uint32_t> wholes_;  // Whole chunks for a stitch, sorted.
   std::vector<Extent> heads_, tails_;
   std::vector<Extent> sort_scratch_;
   std::vector<WholeChunks> whole_groups_;
@@ -554,7 +564,8 @@ class ChunkedArena final : public Arena {
   std::uint64_t dropped_mapping_count_ = 0;
   std::size_t mappings_to_keep_ = 0;  // Stale mappings are kept while there are at most this many in all.
   std::size_t free_count_ = 0;        // Free ranges.
-  std::uint64_t free_changes_ = 1;    // How often a range became free or was taken.
+  std::size_t free_bytes_[kRegionCount] = {};
+  std::uint64_t free_changes_ = 1;  // How often a range became free or was taken.
   std::uint32_t stamp_ = 0;
   Shown shown_[kShownMax];  // The latest result of shows_free.
   RangePool pool_;

@@ -144,6 +144,12 @@ Status ChunkedArena::grow(Lock& lock, const Placement& placement, bool freely, R
   if (!grows) return Status(StatusCode::kOutOfMemory, "");
 
   const auto here = [&](const Range* range) { return usable_here(range, placement, placement.region); };
+  if (site.begin == site.end) {  // Free neighbours suffice, but find_run has not looked at so many ranges.
+    const Range* first = site.hole->previous;
+    while (here(first->previous)) first = first->previous;
+    *grown = isolate(first->offset, site.hole->offset);
+    return Status();
+  }
   const bool from_start = site.begin == site.hole->offset;
   const bool to_end = site.end == site.hole->end();
   Range* target = claim_hole(site.hole, site.begin, site.end);

@@ -274,11 +274,27 @@ ChunkedArena::Outcome ChunkedArena::serve_by_growing(Miss& miss) {
 // cannot serve the request. Then all free memory counts, however many ranges it is in. Releases mutex_
 // meanwhile.
 ChunkedArena::Outcome ChunkedArena::serve_by_evicting(Miss& miss) {
-  if (!evict_all(miss.lock) && gathered_all_) return Outcome::kNext;
+  const bool evicted = evict_all(miss.lock);
+  if (!evicted && (gathered_all_ || was_refused(miss))) return Outcome::kNext;
   gather_max_ = SIZE_MAX;
   gathered_at_ = 0;
-  const Outcome outcome = stitch_again(miss);
-  return outcome == Outcome::kNext ? take_grown(miss, true) : outcome;
+  Outcome outcome = stitch_again(miss);
+  if (outcome == Outcome::kNext) outcome = take_grown(miss, true);
+  if (outcome == Outcome::kNext) {
+    refused_ = {free_changes_,       total_.reserved_bytes, miss.placement.bytes, miss.placement.alignment,
+                miss.placement.mine, miss.placement.region};
+  }
+  return outcome;
+}
+
+// Whether all free memory was searched for as little before, and nothing has changed since: a program may ask
+// again and again. After a refusal by the device it is searched again, since others may have freed memory.
+bool ChunkedArena::was_refused(const Miss& miss) const {
+  const Placement& placement = miss.placement;
+  return miss.device_full.ok() && refused_.free_changes == free_changes_ &&
+         refused_.reserved_bytes == total_.reserved_bytes && refused_.region == placement.region &&
+         refused_.mine == placement.mine && refused_.bytes <= placement.bytes &&
+         refused_.alignment <= placement.alignment;
 }
 
 // A chunk of its own. Releases mutex_ meanwhile.

@@ -30,17 +30,25 @@ ChunkedArena::FreeMemory ChunkedArena::count_free(const Placement& placement) co
   FreeMemory found;
   found.spare_bytes = spare_bytes_;
   found.untaken_bytes = limit_bytes_ - total_.reserved_bytes;
-  Placement anybody = placement;
-  anybody.mine = ~std::uint64_t{0};
-  for (const Range* range = first_; range != nullptr; range = range->next) {
-    if (range->kind == RangeKind::kStranded) found.lost_bytes += range->bytes;
-    if (range->kind != RangeKind::kFree) continue;
-    if (usable(range, placement)) {
-      found.usable_bytes += range->bytes;
-      found.largest_bytes = std::max(found.largest_bytes, range->bytes);
-    } else {
-      (usable(range, anybody) ? found.waiting_bytes : found.kept_bytes) += range->bytes;
+  const bool shares = placement.region < kSharedRegionCount;
+  for (unsigned i = 0; i < kRegionCount; ++i) {
+    const auto region = static_cast<std::uint8_t>(i);
+    if (region != placement.region && !(shares && region < kSharedRegionCount)) {
+      found.kept_bytes += free_bytes_[region];
+      continue;
     }
+    found.waiting_bytes += free_bytes_[region];
+    const auto count_usable = [&](const SizeBins& bins) {
+      found.usable_bytes += bins.bytes;
+      found.waiting_bytes -= bins.bytes;
+      found.largest_bytes = std::max(found.largest_bytes, bins.largest_bytes());
+    };
+    count_usable(bins_of(region, 0));
+    if (placement.mine != 0) count_usable(bins_of(region, placement.mine));
+  }
+  const Range* range = stranded_count_ != 0 ? first_ : nullptr;
+  for (; range != nullptr; range = range->next) {
+    if (range->kind == RangeKind::kStranded) found.lost_bytes += range->bytes;
   }
   return found;
 }

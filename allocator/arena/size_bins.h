@@ -6,6 +6,7 @@
 // Source: Masmano et al., "TLSF: a New Dynamic Memory Allocator for Real-Time Systems", ECRTS 2004.
 #pragma once
 
+#include <algorithm>
 #include <bit>
 #include <cstddef>
 #include <cstdint>
@@ -29,6 +30,7 @@ struct SizeBins {
   static constexpr unsigned kNone = kRows * kColumns;
 
   std::uint64_t rows = 0;  // Bit r: row r is not empty.
+  std::size_t bytes = 0;   // The sum of all ranges.
   std::uint16_t columns[kRows] = {};
   Range* heads[kRows * kColumns] = {};
 
@@ -53,6 +55,7 @@ struct SizeBins {
   }
 
   void insert(Range* range) noexcept {
+    bytes += range->bytes;
     const unsigned bin = bin_of(range->bytes);
     range->bin_previous = nullptr;
     range->bin_next = heads[bin];
@@ -63,6 +66,7 @@ struct SizeBins {
   }
 
   void remove(Range* range) noexcept {
+    bytes -= range->bytes;
     const unsigned bin = bin_of(range->bytes);
     if (range->bin_next != nullptr) range->bin_next->bin_previous = range->bin_previous;
     if (range->bin_previous != nullptr) {
@@ -84,6 +88,19 @@ struct SizeBins {
     if (below == 0) return kNone;
     const auto filled = static_cast<unsigned>(std::bit_width(below)) - 1;
     return filled * kColumns + static_cast<unsigned>(std::bit_width(unsigned{columns[filled]})) - 1;
+  }
+
+  // The size of the largest range, 0 if there is none. Takes as long as the last bin in use has ranges,
+  // unless all ranges of that bin have one size.
+  std::size_t largest_bytes() const noexcept {
+    const unsigned bin = previous_filled(kNone);
+    if (bin == kNone) return 0;
+    std::size_t largest = heads[bin]->bytes;
+    if (bin < kColumns) return largest;
+    for (const Range* range = heads[bin]; range != nullptr; range = range->bin_next) {
+      largest = std::max(largest, range->bytes);
+    }
+    return largest;
   }
 
   // The ranges of the largest classes first, until `visit` returns false. False if it did.

@@ -19,6 +19,10 @@ class Gate {
     open_ = true;
     opened_.notify_all();
   }
+  void close() {
+    const std::lock_guard lock(mutex_);
+    open_ = false;
+  }
 
  private:
   std::mutex mutex_;

@@ -49,6 +49,7 @@ class ArenaTest : public ::testing::Test {
   }
   void remake(std::size_t limit_bytes, std::size_t memory_bytes = 256_MiB, std::size_t reserve_bytes = 0) {
     TearDown();
+    gate_.close();
     make(limit_bytes, memory_bytes, reserve_bytes);
   }
 
@@ -454,6 +455,72 @@ TEST_F(ArenaTest, ReportsFreeWaitingAndUnmappedMemory) {
                          "and ask again, free blocks, or raise"),
             std::string::npos)
       << message;
+}
+
+// More free ranges than a first search looks at, all larger than those that can serve a request together.
+class ManyRangesTest : public ArenaTest {
+ protected:
+  void SetUp() override {
+    constexpr std::size_t kRangeCount = 600;
+    make((kRangeCount + 2) * kChunk);
+    for (std::size_t i = 0; i < kRangeCount; ++i) {
+      take(kChunk / 16);
+      inner_.push_back(take(kChunk * 14 / 16));
+      take(kChunk / 16, streams_[1]);
+    }
+  }
+  // They lie inside chunks, so they can be joined to nothing.
+  void free_inner() {
+    for (const DevicePtr block : inner_) give(block);
+  }
+  // Frees the beginning of a chunk. The end of another is left, for the first stream to free.
+  DevicePtr make_ends() {
+    const DevicePtr beginning = take(kChunk * 3 / 4);
+    take(kChunk / 2);
+    const DevicePtr end = take(kChunk * 3 / 4);
+    free_inner();
+    hold(streams_[0]);
+    give(beginning);
+    return end;
+  }
+  void refuse_twice(std::size_t bytes, Stream stream) {
+    for (int i = 0; i < 2; ++i) EXPECT_EQ(try_take(bytes, stream), StatusCode::kOutOfMemory);
+  }
+
+  std::vector<DevicePtr> inner_;
+};
+
+TEST_F(ManyRangesTest, ARefusedRequestIsServedAfterAFree) {
+  const DevicePtr end = make_ends();
+  refuse_twice(kChunk, streams_[0]);
+  give(end, streams_[0]);
+  take(kChunk, streams_[0]);
+}
+
+TEST_F(ManyRangesTest, ASmallerRequestThanARefusedOneIsServed) {
+  give(make_ends(), streams_[0]);
+  refuse_twice(2 * kChunk, streams_[0]);
+  take(kChunk, streams_[0]);
+}
+
+TEST_F(ManyRangesTest, ARequestOfAnotherStreamThanARefusedOneIsServed) {
+  give(make_ends(), streams_[0]);
+  refuse_twice(kChunk, streams_[1]);
+  take(kChunk, streams_[0]);
+}
+
+// Nothing has to be mapped for them, though the strategy that finds them is the one that maps more.
+TEST_F(ManyRangesTest, NeighboursInFrontOfUnmappedAddressesServeAsTheyAre) {
+  const DevicePtr ready = take(kChunk / 2, streams_[1]);
+  const DevicePtr own = take(kChunk / 2);
+  free_inner();
+  hold(streams_[0]);
+  give(ready);
+  give(own, streams_[0]);
+
+  const std::size_t before = reserved();
+  EXPECT_EQ(take(kChunk, streams_[0]), ready);
+  EXPECT_EQ(reserved(), before);
 }
 
 TEST_F(ArenaTest, ReportsFreeMemoryInChunksOfLiveBlocks) {
