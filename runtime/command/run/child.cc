@@ -18,7 +18,23 @@
 namespace forebay {
 namespace {
 
-constexpr int kPassedOn[] = {SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2};
+// All that another process sends and that would end this one. SIGKILL cannot be passed on; SIGXCPU comes for
+// this process's own time.
+std::vector<int> signals_to_pass() {
+  std::vector<int> numbers = {SIGHUP,  SIGINT,    SIGQUIT, SIGTERM, SIGUSR1,  SIGUSR2,  SIGALRM,
+                              SIGPROF, SIGVTALRM, SIGIO,   SIGPWR,  SIGWINCH, SIGSTKFLT};
+  for (int number = SIGRTMIN; number <= SIGRTMAX; ++number) numbers.push_back(number);
+  return numbers;
+}
+
+void send_on(pid_t child, int number, const siginfo_t& info) {
+  if (info.si_code == SI_QUEUE) {
+    (void)::sigqueue(child, number, info.si_value);
+  } else {
+    (void)::kill(child, number);
+  }
+}
+
 // Scripts may name scripts; the system follows as many.
 constexpr int kScriptLimit = 4;
 // The interval between two looks at the records. Shorter: more of a core. Longer: a program that dies of
@@ -72,7 +88,7 @@ int wait_and_pass_on(pid_t child, const sigset_t& signals, const ChildWatch& wat
     }
     if (number != SIGCHLD) {
       // From the terminal it went to the whole group, the command included.
-      if (info.si_code != SI_KERNEL) (void)::kill(child, number);
+      if (info.si_code != SI_KERNEL) send_on(child, number, info);
       continue;
     }
     int status = 0;
@@ -87,13 +103,14 @@ int wait_and_pass_on(pid_t child, const sigset_t& signals, const ChildWatch& wat
 void pass_on_earlier(pid_t child, const ChildWatch& watch) {
   sigset_t earlier;
   ::sigpending(&earlier);
-  for (const int number : kPassedOn) {
+  for (const int number : signals_to_pass()) {
     if (::sigismember(&earlier, number) != 1 || watch.handlers.count(number) != 0) continue;
     sigset_t one;
     ::sigemptyset(&one);
     ::sigaddset(&one, number);
     const timespec now{};
-    if (::sigtimedwait(&one, nullptr, &now) == number) (void)::kill(child, number);
+    siginfo_t info{};
+    if (::sigtimedwait(&one, &info, &now) == number) send_on(child, number, info);
   }
 }
 
@@ -137,7 +154,7 @@ std::string obstacle_of(const std::string& path, std::string* interpreter) {
 ChildSignals::ChildSignals() {
   ::sigemptyset(&waited_);
   ::sigaddset(&waited_, SIGCHLD);
-  for (const int number : kPassedOn) ::sigaddset(&waited_, number);
+  for (const int number : signals_to_pass()) ::sigaddset(&waited_, number);
   sigset_t held = waited_;
   ::sigaddset(&held, SIGPIPE);
   ::sigprocmask(SIG_BLOCK, &held, &before_);

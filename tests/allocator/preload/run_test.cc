@@ -256,7 +256,8 @@ TEST(RunCommand, LeavesSignalsOfTheTerminalToTheCommand) {
 }
 
 TEST(RunCommand, PassesSignalsOn) {
-  for (const int number : {SIGTERM, SIGINT, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2}) {
+  for (const int number : {SIGTERM, SIGINT, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2, SIGALRM, SIGVTALRM, SIGPROF,
+                           SIGIO, SIGPWR, SIGSTKFLT, SIGWINCH, SIGRTMIN + 3, SIGRTMAX}) {
     Process process({FOREBAY_COMMAND, "run", "--", program("process_program"), "signals"}, on_the_fake());
     ASSERT_TRUE(process.wait_for_output("ready"));
 

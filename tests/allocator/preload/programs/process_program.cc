@@ -104,8 +104,10 @@ int use_threads() {
 // Waits for a signal that is passed on, and ends with its number.
 int wait_for_signal() {
   sigset_t wanted;
-  ::sigemptyset(&wanted);
-  for (const int number : {SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2}) ::sigaddset(&wanted, number);
+  ::sigfillset(&wanted);
+  for (const int number : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGABRT, SIGCHLD, SIGCONT}) {
+    ::sigdelset(&wanted, number);
+  }
   ::sigprocmask(SIG_BLOCK, &wanted, nullptr);
   if (start() != 0) return 1;
   std::printf("ready\n");
