@@ -394,7 +394,8 @@ void add_state_command(CLI::App& app, Action& action) {
   add_value(*command, "--state", options->name, "NAME",
             "One of several kept states, such as step-000000000040; otherwise the one that a run would load");
   command->add_flag("--json", options->json, "show: print JSON");
-  add_value(*command, "--to", options->to, "FILE", "export: the file to write, FILE.safetensors")
+  add_value(*command, "--to", options->to, "FILE",
+            "export: the file to write, FILE.safetensors. Only an earlier export is overwritten")
       ->group("Export");
   add_value(*command, "--dtype", options->dtype, "fp32|bf16|fp16", "export: the type of the tensors")
       ->capture_default_str()

@@ -28,6 +28,8 @@ using Json = nlohmann::ordered_json;
 
 constexpr std::string_view kSuffix = ".safetensors";
 constexpr const char* kIndexSuffix = ".index.json";
+// In the metadata of each file, near its beginning, so that a later export may overwrite the file.
+constexpr const char* kMarker = "exported_by";
 
 [[noreturn]] void cannot_write(const std::string& path, int error) {
   throw Error(StatusCode::kIoError, "cannot write " + path + ": " + std::strerror(error) +
@@ -40,11 +42,6 @@ class NewFile {
   explicit NewFile(std::string path)
       // The number keeps two exports to one file apart.
       : path_(std::move(path)), temporary_(path_ + ".exporting." + std::to_string(::getpid())) {
-    struct stat facts {};
-    if (::stat(path_.c_str(), &facts) == 0 && !S_ISREG(facts.st_mode)) {
-      throw Error(StatusCode::kInvalidArgument,
-                  "cannot write " + path_ + ": it is there and is no regular file; name another");
-    }
     ::unlink(temporary_.c_str());
     const int file = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
     if (file < 0) cannot_write(path_, errno);
@@ -130,7 +127,7 @@ std::string dump(const Json& json, int indent) {
 }
 
 void write_header(NewFile& file, const Shard& shard, DataType type) {
-  Json header = {{"__metadata__", {{"format", "pt"}}}};
+  Json header = {{"__metadata__", {{"format", "pt"}, {kMarker, "forebay"}}}};
   std::uint64_t at = 0;
   for (const SavedParameter* parameter : shard.tensors) {
     const std::uint64_t end = at + parameter->count * element_bytes(type);
@@ -163,7 +160,8 @@ std::string index_text(const std::vector<Shard>& shards, const std::vector<std::
     bytes += shards[i].bytes;
     for (const SavedParameter* parameter : shards[i].tensors) places[parameter->name] = file_name(paths[i]);
   }
-  return dump({{"metadata", {{"total_size", bytes}}}, {"weight_map", places}}, 2) + "\n";
+  return dump({{"metadata", {{kMarker, "forebay"}, {"total_size", bytes}}}, {"weight_map", places}}, 2) +
+         "\n";
 }
 
 // Names and links may differ, so files and directories are compared by device and inode.
@@ -204,6 +202,28 @@ void refuse_files_of_states(const std::string& state, const std::vector<std::str
   }
 }
 
+// Errors: throws kInvalidArgument where a path is there and is not an earlier export.
+void refuse_files_of_others(const std::vector<std::string>& paths) {
+  for (const std::string& path : paths) {
+    struct stat facts {};
+    if (::lstat(path.c_str(), &facts) != 0) continue;
+    if (!S_ISREG(facts.st_mode)) {
+      throw Error(StatusCode::kInvalidArgument,
+                  "cannot write " + shown_path(path) + ": it is there and is no regular file; name another");
+    }
+    const internal::Descriptor file(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK));
+    char text[128] = {};
+    const ssize_t count = file.number() < 0 ? -1 : ::read(file.number(), text, sizeof text);
+    if (count > 0 &&
+        std::string_view(text, static_cast<std::size_t>(count)).find(kMarker) != std::string::npos)
+      continue;
+    throw Error(StatusCode::kInvalidArgument,
+                "cannot write " + shown_path(path) +
+                    ": the file was not written by forebay state export, and is "
+                    "not overwritten; name another file or remove it");
+  }
+}
+
 // So that a crash after the export does not undo a renaming.
 void sync_directory_of(const std::string& path) {
   const std::size_t end = path.rfind('/');
@@ -233,6 +253,7 @@ std::vector<std::string> export_state(SavedStateReader& state, const StateExport
   for (std::size_t i = 0; i < shards.size(); ++i) paths.push_back(shard_path(options.to, i, shards.size()));
   if (shards.size() > 1) paths.push_back(options.to + kIndexSuffix);
   refuse_files_of_states(state.facts().path, paths);
+  refuse_files_of_others(paths);
   std::uint64_t all = 0;
   for (const Shard& shard : shards) all += shard.bytes;
 

@@ -376,6 +376,35 @@ TEST_F(StateCommand, RefusesAnExportOverAFileOfTheStates) {
   EXPECT_EQ(command("export " + directory_ + " --to " + directory_ + "/model.safetensors"), 0) << err_;
 }
 
+TEST_F(StateCommand, RefusesAnExportOverAFileThatItDidNotWrite) {
+  save();
+  const std::string one = "export " + directory_ + " --to " + root_ + "/m.safetensors";
+  const std::string several = one + " --max-shard-size 2430";
+  const auto refuse = [&](const std::string& called, const std::string& name) {
+    const std::string path = root_ + "/" + name;
+    for (const std::string text : {"precious", ""}) {
+      std::ofstream(path) << text;
+      EXPECT_EQ(command(called), 2) << name;
+      EXPECT_NE(err_.find("cannot write " + path + ": the file was not written by forebay state export"),
+                std::string::npos)
+          << err_;
+      EXPECT_EQ(text_of(path), text);
+      EXPECT_EQ(files(), std::vector<std::string>{name});
+    }
+    fs::rename(path, root_ + "/kept");
+    fs::create_symlink("kept", path);
+    EXPECT_EQ(command(called), 2) << name;
+    EXPECT_NE(err_.find("it is there and is no regular file"), std::string::npos) << err_;
+    EXPECT_TRUE(fs::is_symlink(path));
+    fs::remove(path);
+    fs::remove(root_ + "/kept");
+  };
+  refuse(one, "m.safetensors");
+  refuse(several, "m-00001-of-00003.safetensors");
+  refuse(several, "m-00003-of-00003.safetensors");
+  refuse(several, "m.safetensors.index.json");
+}
+
 TEST_F(StateCommand, RefusesAnImportThatReplacesFilesOfItsSource) {
   save();
   const std::string model = root_ + "/model";
