@@ -144,8 +144,8 @@ int run(const CompareArguments& arguments) {
   if (const Status status = read_comparison(arguments, &request, &text); !status.ok())
     return complain("forebay compare", status.message(), kBadUsage);
   TerminalLine line;
-  request.progress = [&](std::size_t done, std::size_t all) {
-    line.show(std::to_string(done) + " of " + std::to_string(all) + " settings simulated");
+  request.progress = [&](const char* verb, std::size_t done, std::size_t all) {
+    line.show(std::to_string(done) + " of " + std::to_string(all) + " settings " + verb);
   };
   const Result<Comparison> comparison = compare_settings(request);
   line.show("");

@@ -120,7 +120,31 @@ Status plan_setting(Setting& setting) {
   return {};
 }
 
+// Why there is no setting at all.
+std::string why_none(const ComparisonRequest& request) {
+  const ComparisonChoices& c = request.choices;
+  const std::string ranks = std::to_string(request.base.ranks) + " ranks";
+  bool divides = false;
+  for (const int tensor : c.tensor_parallel)
+    for (const int pipeline : c.pipeline_parallel)
+      divides = divides || data_ranks(request.base.ranks, tensor, pipeline) > 0;
+  if (!divides) {
+    return "no --tensor-parallel times --pipeline-parallel divides the " + ranks +
+           "; use values that do, or other --ranks";
+  }
+  return "no setting gives " + std::to_string(request.global_batch) + " sequences in a step of " + ranks +
+         "; use a --global-batch that is a multiple of the data-parallel ranks times --micro-batch";
+}
+
 // An exception that left the thread would end the program.
+Status plan_within_memory(Setting& setting) {
+  try {
+    return plan_setting(setting);
+  } catch (const std::bad_alloc&) {
+    return Status(StatusCode::kOutOfMemory, "this host has no memory to plan it; give fewer --threads");
+  }
+}
+
 Result<SimulationResult> simulate_within_memory(const SimulationRequest& request) {
   try {
     return simulate(request);
@@ -202,20 +226,26 @@ Result<Comparison> compare_settings(const ComparisonRequest& given) {
   FOREBAY_ASSIGN_OR_RETURN(request.base.shape, complete_shape(given.base.shape));
   std::vector<SimulationRequest> all = combinations(request);
   FOREBAY_RETURN_IF_ERROR(check_global_batch(request, all));
+  if (all.empty()) return Status(StatusCode::kInvalidArgument, why_none(request));
+  std::mutex mutex;
+  std::size_t done = 0;
+  const auto tell = [&](const char* verb, std::size_t count) {
+    const std::lock_guard lock(mutex);
+    ++done;
+    if (request.progress) request.progress(verb, done, count);
+  };
+  std::vector<Setting> settings(all.size());
+  std::vector<Status> problems(all.size());
+  run_all(all.size(), std::max(1, request.threads), [&](std::size_t i) {
+    settings[i].request = std::move(all[i]);
+    problems[i] = plan_within_memory(settings[i]);
+    tell("planned", all.size());
+  });
   Comparison comparison;
-  Status first_problem;
-  for (SimulationRequest& one : all) {
-    Setting setting{.request = std::move(one)};
-    const Status status = plan_setting(setting);
-    if (status.ok()) comparison.settings.push_back(std::move(setting));
-    if (first_problem.ok()) first_problem = status;
+  for (std::size_t i = 0; i < settings.size(); ++i) {
+    if (problems[i].ok()) comparison.settings.push_back(std::move(settings[i]));
   }
-  if (comparison.settings.empty()) {
-    FOREBAY_RETURN_IF_ERROR(first_problem);
-    return Status(StatusCode::kInvalidArgument,
-                  "no setting gives " + std::to_string(request.global_batch) + " sequences in a step of " +
-                      std::to_string(request.base.ranks) + " ranks; use a multiple of the ranks");
-  }
+  if (comparison.settings.empty()) return problems.front();
   std::vector<std::size_t> fitting =
       indices_where(comparison, [](const Setting& setting) { return setting.fits(); });
   if (request.limit != 0 && fitting.size() > request.limit) {
@@ -226,13 +256,10 @@ Result<Comparison> compare_settings(const ComparisonRequest& given) {
       kept.push_back(fitting[i * fitting.size() / request.limit]);
     fitting = std::move(kept);
   }
-  std::mutex mutex;
-  std::size_t done = 0;
+  done = 0;
   run_all(fitting.size(), std::max(1, request.threads), [&](std::size_t i) {
     simulate_setting(comparison.settings[fitting[i]]);
-    const std::lock_guard lock(mutex);
-    ++done;
-    if (request.progress) request.progress(done, fitting.size());
+    tell("simulated", fitting.size());
   });
   return comparison;
 }

@@ -37,8 +37,8 @@ struct ComparisonRequest {
   ComparisonChoices choices;
   std::size_t limit = 0;  // Settings to simulate at most; 0: all that fit.
   int threads = 1;
-  // Called from one thread at a time.
-  std::function<void(std::size_t done, std::size_t all)> progress;
+  // Called from one thread at a time. `verb`: planned, then simulated.
+  std::function<void(const char* verb, std::size_t done, std::size_t all)> progress;
 };
 
 struct Setting {

@@ -7,6 +7,7 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <random>
 #include <string>
@@ -149,6 +150,9 @@ TEST(Comparison, SaysThatNoSettingDividesTheBatch) {
   request.global_batch = 7;
   EXPECT_NE(compare_settings(request).status().message().find("no setting gives 7 sequences"),
             std::string::npos);
+  request.choices.tensor_parallel = {3, 5};
+  const std::string message = compare_settings(request).status().message();
+  EXPECT_NE(message.find("divides the 8 ranks; use values that do"), std::string::npos) << message;
 }
 
 TEST(Comparison, ProductsThatOverflowAreNoSettings) {
@@ -160,7 +164,9 @@ TEST(Comparison, ProductsThatOverflowAreNoSettings) {
   request = request_of(1 << 16, 64, 8, "dgx-a100");
   request.choices.tensor_parallel = {1 << 16};
   request.choices.pipeline_parallel = {1 << 16};
-  EXPECT_NE(refusal().find("no setting gives 16 sequences"), std::string::npos) << refusal();
+  EXPECT_NE(refusal().find("no --tensor-parallel times --pipeline-parallel divides the 8 ranks"),
+            std::string::npos)
+      << refusal();
 }
 
 TEST(Comparison, SaysHowManySequencesAStepMayHave) {
@@ -270,14 +276,16 @@ TEST(Comparison, ALimitTakesSettingsEvenlyOverTheSweep) {
   for (const Setting& setting : value_or_throw(compare_settings(request)).settings) fitting += setting.fits();
   ASSERT_GT(fitting, 6u);
   request.limit = 3;
-  std::size_t calls = 0;
-  request.progress = [&](std::size_t done, std::size_t all) {
-    EXPECT_EQ(done, ++calls);
-    EXPECT_EQ(all, 3u);
+  std::map<std::string, std::size_t> calls, counts;
+  request.progress = [&](const char* verb, std::size_t done, std::size_t all) {
+    EXPECT_EQ(done, ++calls[verb]);
+    counts[verb] = all;
   };
   const Comparison comparison = value_or_throw(compare_settings(request));
   EXPECT_EQ(comparison.left_out, fitting - 3);
-  EXPECT_EQ(calls, 3u);
+  EXPECT_EQ(calls, counts);
+  EXPECT_EQ(calls["simulated"], 3u);
+  EXPECT_GE(calls["planned"], comparison.settings.size());
   std::vector<std::size_t> simulated;
   std::size_t index = 0;
   for (const Setting& setting : comparison.settings) {
