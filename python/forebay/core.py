@@ -74,7 +74,10 @@ class Options(Handle):
 
     def set(self, name: str, value: Any) -> None:
         """Sets one option. `value` is a text, a number, a bool or a list of paths."""
-        library().options_set(self, _option_name(name).encode(), _text(value).encode())
+        try:
+            library().options_set(self, _option_name(name).encode(), _text(value).encode())
+        except InvalidArgument as error:
+            raise InvalidArgument(str(error).replace("forebay_options_report()", "forebay.Options().list()")) from None
 
     def get(self, name: str) -> str:
         """The value of one option as text."""
@@ -643,6 +646,8 @@ def plan(model: Any, ranks: int = 1, **options: Any) -> Report:
     `model`: a torch.nn.Module (on the meta device too), or a Hugging Face config as a dict, an object with
     to_dict(), a JSON text or the path of config.json or of its directory. `options` are those of shard().
     """
+    if not isinstance(ranks, int) or ranks < 1:
+        raise InvalidArgument(f"ranks is {ranks!r}; use a whole number of 1 or more")
     if hasattr(model, "named_parameters"):
         from forebay.torch import describe
         options = describe.with_config(model, options, ranks)[0]
@@ -719,8 +724,11 @@ def simulate(model: Any, ranks: Optional[int] = None, cluster: str = "dgx-h100",
     with tempfile.NamedTemporaryFile("w", suffix=".json", encoding="utf-8") as file:
         file.write(_config_text(model))
         file.flush()
-        return Simulation(json.loads(_text_of_command("simulate", ["--config", file.name, *words], (),
-                                                      {1: OutOfMemory, 2: InvalidArgument})))
+        try:
+            text = _text_of_command("simulate", ["--config", file.name, *words], (), {1: OutOfMemory, 2: InvalidArgument})
+        except Error as error:
+            raise type(error)(str(error).replace(file.name, "the config")) from None
+        return Simulation(json.loads(text))
 
 
 def _text_of_command(name: str, words: List[str], command: Iterable[str] = (),
@@ -734,6 +742,6 @@ def _text_of_command(name: str, words: List[str], command: Iterable[str] = (),
     if done.returncode != 0:
         text = done.stderr.strip() or f"{program[0]} {name} ended with {done.returncode}"
         if errors:
-            text = re.sub(r"--([a-z][a-z-]*)", lambda option: option[1].replace("-", "_"), text)
+            text = re.sub(r"--(?!help)([a-z][a-z-]*)", lambda option: option[1].replace("-", "_"), text)
         raise (errors or {}).get(done.returncode, Error)(text)
     return done.stdout

@@ -53,6 +53,13 @@ class OneRank(unittest.TestCase):
         for kind in ("nonreentrant", "reentrant"):
             self.assertLess(sum(self.compare(recompute=kind).sizes), whole)
 
+    def test_mistakes_are_named_at_once(self):
+        for values, message in (({"tier": "disk"}, "activation-tier is disk; use cpu"), ({"group": 5}, "group is 5; give a"),
+                                ({"least_bytes": -1}, "least_bytes is -1"), ({"passes": 0}, "passes is 0"),
+                                ({"look_ahead": 2}, "no option look-ahead|did you mean")):
+            with self.subTest(**values), self.assertRaisesRegex(forebay.InvalidArgument, message):
+                forebay.offload_activations(torch.nn.Linear(2, 2), **values)
+
     def test_files(self):
         with tempfile.TemporaryDirectory() as directory:
             self.compare(tier=f"nvme:{directory}")

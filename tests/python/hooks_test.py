@@ -408,6 +408,27 @@ class Optimizers(unittest.TestCase):
             forebay.SGD(model, lr=1.0)
         model._forebay.guard.leave()
 
+    def test_values_with_which_no_step_is_possible(self):
+        model = sharded(models.make())
+        for make, values, message in (
+                (forebay.AdamW, {"lr": -1}, "lr is -1; use a number of 0 or more"),
+                (forebay.AdamW, {"lr": float("nan")}, "lr is nan"),
+                (forebay.AdamW, {"lr": "fast"}, "lr is 'fast'"),
+                (forebay.SGD, {"weight_decay": -0.1}, "weight_decay is -0.1; use a number of 0 or more"),
+                (forebay.SGD, {"momentum": 1}, "momentum is 1; use a number of 0 or more, below 1"),
+                (forebay.Lion, {"betas": (2, 0.9)}, r"betas\[0\] is 2"),
+                (forebay.Adam, {"betas": (0.9, 1.0)}, r"betas\[1\] is 1.0"),
+                (forebay.Adam, {"betas": (0.9,)}, r"betas is \(0.9,\); use two numbers"),
+                (forebay.Muon, {"momentum": -1}, "momentum is -1"),
+                (forebay.AdamW, {"eps": 0}, "eps is 0; use a number above 0")):
+            with self.subTest(make=make.__name__, **values), self.assertRaisesRegex(forebay.InvalidArgument, message):
+                make(model, **values)
+        with self.assertRaisesRegex(forebay.InvalidArgument, "lr is -3"):
+            forebay.AdamW(model, [{"params": list(model.parameters()), "lr": -3}])
+        with mock.patch.object(Sharded, "make_engine", lambda self: FakeEngine()):
+            self.assertEqual(adamw(model, lr=torch.tensor(2e-3), weight_decay=0).param_groups[0]["weight_decay"], 0)
+        model._forebay.guard.leave()
+
     def test_the_rule_of_an_optimizer(self):
         class Lion(torch.optim.Optimizer):
             def __init__(self, params, **values):

@@ -37,6 +37,8 @@ class Options(unittest.TestCase):
     def test_mistakes_are_named(self):
         with self.assertRaisesRegex(forebay.InvalidArgument, "did you mean stage"):
             forebay.Options(stag=3)
+        with self.assertRaisesRegex(forebay.InvalidArgument, r"no option zzzzz; forebay\.Options\(\)\.list\(\) lists all"):
+            forebay.Options(zzzzz=3)
         with self.assertRaisesRegex(forebay.InvalidArgument, "stage"):
             forebay.Options(stage=7)
         # C would take the text before the zero byte.
@@ -704,6 +706,9 @@ class Plans(unittest.TestCase):
             forebay.plan("/dev/zero")
         with self.assertRaises(TypeError):
             forebay.plan(5)
+        for ranks in (0, -1, 1.5):
+            with self.assertRaisesRegex(forebay.InvalidArgument, f"ranks is {ranks}; use a whole number of 1 or more"):
+                forebay.plan(GPT2, ranks=ranks)
         made = mock.Mock(spec=["to_dict"], to_dict=lambda: GPT2)
         for config in (GPT2, made, "\n " + json.dumps(GPT2)):
             self.assertEqual(forebay.plan(config, ranks=2), expected)
@@ -751,6 +756,10 @@ class Simulations(unittest.TestCase):
             forebay.simulate(GPT2, ranks=3, tensor_parallel=2)
         with self.assertRaisesRegex(forebay.InvalidArgument, "there is no option overlap"):
             forebay.simulate(GPT2, overlap=True)
+        with self.assertRaisesRegex(forebay.InvalidArgument, "forebay simulate --help lists"):
+            forebay.simulate(GPT2, overlap=True)
+        with self.assertRaisesRegex(forebay.InvalidArgument, 'the config has "model_type": "x"'):
+            forebay.simulate({"model_type": "x"})
         with self.assertRaisesRegex(forebay.InvalidArgument, "nowhere"):
             forebay.simulate(GPT2, cluster="nowhere")
         with self.assertRaises(forebay.OutOfMemory):

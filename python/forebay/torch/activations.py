@@ -83,6 +83,13 @@ class ActivationOffload:
 
     def __init__(self, model: nn.Module, tier: str, group: Any, least_bytes: int, passes: int,
                  options: Dict[str, Any]) -> None:
+        for name, value, least in (("least_bytes", least_bytes, 0), ("passes", passes, 1)):
+            if not isinstance(value, int) or value < least:
+                raise InvalidArgument(f"{name} is {value!r}; use a whole number of {least} or more")
+        if not (group is None or isinstance(group, core.Communicator) or hasattr(group, "rank")):
+            raise InvalidArgument(f"group is {group!r}; give a torch.distributed.ProcessGroup or a forebay.Communicator")
+        # So that mistakes are named now.
+        core.Options(activation_tier=tier, activation_micro_batches=passes, **options).close()
         self.model, self.tier, self.group = model, tier, group
         self.least_bytes, self.passes, self.options = least_bytes, passes, options
         self.device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))

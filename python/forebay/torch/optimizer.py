@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import math
 import warnings
 from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple
 
@@ -93,6 +94,7 @@ class Optimizer(torch.optim.Optimizer):
             for name, off in {**_OFF, **_CONSTANTS.get(self.rule, {})}.items():
                 if group.get(name, off) != off:
                     raise Unsupported(f"{name}={group[name]}; forebay updates by plain {_NAMES[self.rule]}, so leave it out")
+            _check_values(group)
         for p in self.sharded.parameters:
             if p.requires_grad and p not in grouped:
                 raise InvalidArgument(f"parameter {self.sharded.names[p]} is trainable and in no parameter group; one "
@@ -181,6 +183,27 @@ class Optimizer(torch.optim.Optimizer):
         # torch's wrapper of this loads torch._dynamo.
         add = torch.optim.Optimizer.add_param_group
         getattr(add, "__wrapped__", add)(self, param_group)
+
+
+def _check_values(group: Dict[str, Any]) -> None:
+    """Refuses values with which no step is possible, before the engine takes its memory."""
+    def check(name: str, value: Any, fits: Callable[[float], bool], allowed: str) -> None:
+        try:
+            good = fits(float(value))
+        except (TypeError, ValueError):
+            good = False
+        if not good:
+            raise InvalidArgument(f"{name} is {value!r}; use {allowed}")
+
+    for name in ("lr", "weight_decay"):
+        check(name, group[name], lambda value: 0 <= value < math.inf, "a number of 0 or more")
+    betas = group.get("betas", (0, 0))
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise InvalidArgument(f"betas is {betas!r}; use two numbers, as in betas=(0.9, 0.999)")
+    for name, beta in (("momentum", group.get("momentum", 0)), ("betas[0]", betas[0]), ("betas[1]", betas[1])):
+        check(name, beta, lambda value: 0 <= value < 1, "a number of 0 or more, below 1")
+    if not isinstance(group.get("eps", ()), (tuple, list)):  # Adafactor's pair is one of its constants.
+        check("eps", group["eps"], lambda value: 0 < value < math.inf, "a number above 0")
 
 
 def _groups_of(groups: Iterable[Dict[str, Any]]) -> Dict[nn.Parameter, int]:

@@ -207,7 +207,7 @@ class Sharded:
         self.dtype = describe.model_dtype(model, options.get("dtype"))
         self.options = describe.planned_options(model, options)
         core.Options(**self.options).close()  # So that mistakes are named now.
-        self.stage = int(self.options.get("stage", 0))
+        self.stage = int(self.options.get("stage") or 0)
         self.plans = describe.find_units(model, options.get("units"), options.get("resident") or ())
         self.parameters: List[nn.Parameter] = [p for plan in self.plans for p in plan.own]
         self.names = {p: name for name, p in model.named_parameters()}
