@@ -23,6 +23,8 @@ set(FOREBAY_CORE_SONAME "libforebay-core.so.${PROJECT_VERSION_MAJOR}")
 add_library(forebay_flags INTERFACE)
 target_compile_features(forebay_flags INTERFACE cxx_std_20)
 target_compile_options(forebay_flags INTERFACE -Wall -Wextra -Wno-missing-field-initializers -ffp-contract=off)
+# A failed check names its source; the place of the build shall not be in the libraries.
+target_compile_options(forebay_flags INTERFACE $<$<COMPILE_LANGUAGE:C,CXX>:-fmacro-prefix-map=${PROJECT_SOURCE_DIR}/=>)
 # No library takes the place of another's functions here, so the compiler may inline its own although they are exported.
 # Clang always does.
 target_compile_options(forebay_flags INTERFACE $<$<COMPILE_LANG_AND_ID:CXX,GNU>:-fno-semantic-interposition>)

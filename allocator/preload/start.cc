@@ -22,6 +22,9 @@ PreloadMode chosen_mode() {
   return PreloadMode::kOff;
 }
 
+// A chunk of the arena, the least that a device gives.
+constexpr std::uint64_t kLimitLeast = 2 << 20;
+
 // Only the arena enforces the limit, so the program is told of it only with the arena.
 std::size_t chosen_limit(PreloadMode mode) {
   const char* limit = std::getenv(kPreloadMemoryVariable);
@@ -31,6 +34,11 @@ std::size_t chosen_limit(PreloadMode mode) {
     log(LogLevel::kWarning, "%s is '%s'; use bytes, such as 24GiB; until then the arena serves nothing",
         kPreloadMemoryVariable, limit);
     return 0;
+  }
+  if (bytes < kLimitLeast) {
+    log(LogLevel::kWarning,
+        "%s is '%s', less than one chunk of memory, so every allocation is refused; use bytes, such as 24GiB",
+        kPreloadMemoryVariable, limit);
   }
   return bytes;
 }

@@ -18,7 +18,18 @@ LogLevel enabled_level() noexcept {
   if (std::strcmp(value, "error") == 0) return LogLevel::kError;
   if (std::strcmp(value, "info") == 0) return LogLevel::kInfo;
   if (std::strcmp(value, "debug") == 0) return LogLevel::kDebug;
+  if (value[0] != '\0' && std::strcmp(value, "warning") != 0) {
+    constexpr char kAdvice[] = "forebay: FOREBAY_LOG is not one of off, error, warning, info and debug\n";
+    [[maybe_unused]] const ssize_t ignored = ::write(STDERR_FILENO, kAdvice, sizeof kAdvice - 1);
+  }
   return LogLevel::kWarning;
+}
+
+// Texts of others, such as a variable's value, shall not command the terminal.
+void hide_controls(char* text, int length) noexcept {
+  std::replace_if(
+      text, text + length, [](char c) { return (c >= 0 && c < ' ' && c != '\n' && c != '\t') || c == 0x7F; },
+      '?');
 }
 
 }  // namespace
@@ -37,6 +48,7 @@ void log(LogLevel level, const char* format, ...) noexcept {
   va_end(arguments);
   if (written < 0) return;
   int length = kPrefixLength + std::min<int>(written, sizeof(line) - kPrefixLength - 2);
+  hide_controls(line, length);
   line[length++] = '\n';
   [[maybe_unused]] const ssize_t ignored = ::write(STDERR_FILENO, line, static_cast<std::size_t>(length));
 }

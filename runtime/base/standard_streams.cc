@@ -18,7 +18,7 @@ void keep_standard_streams() noexcept {
 
 Status flush_standard_output() {
   if (std::fflush(stdout) == 0 && std::ferror(stdout) == 0) return {};
-  return {StatusCode::kIoError, "cannot write to standard output; is the disk full?"};
+  return {StatusCode::kIoError, "cannot write to standard output; is it closed, or the disk full?"};
 }
 
 }  // namespace forebay

@@ -1,5 +1,8 @@
 // The `forebay` command. Each subcommand lives in a file of its own and is added by one function.
 
+#include <fcntl.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstdio>
 #include <exception>
@@ -116,7 +119,12 @@ int run(std::vector<std::string> arguments) {
 
 // The command's main function. C, and visible, because a standalone build has it in libforebay-c.so.
 extern "C" __attribute__((visibility("default"))) int forebay_command_main(int argc, char** argv) {
+  const bool output_is_closed = ::fcntl(STDOUT_FILENO, F_GETFD) < 0;
   forebay::keep_standard_streams();
+  if (output_is_closed) {  // Writing to it shall fail. open() returns the lowest free number.
+    ::close(STDOUT_FILENO);
+    (void)::open("/dev/null", O_RDONLY);
+  }
   try {
     const int exit_code = forebay::run(std::vector<std::string>(argv + std::min(argc, 1), argv + argc));
     const forebay::Status written = forebay::flush_standard_output();

@@ -2,9 +2,12 @@
 #pragma once
 
 #include <CLI/CLI.hpp>
+#include <charconv>
+#include <cstdint>
 #include <functional>
 #include <optional>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "forebay/command_line.h"
@@ -28,7 +31,17 @@ inline Status refuse(const std::string& message) {
 template <typename Target>
 CLI::Option* add_value(CLI::App& command, const char* name, Target& target, const char* type,
                        const char* help) {
-  return command.add_option(name, target, help)->type_name(type);
+  CLI::Option* const option = command.add_option(name, target, help)->type_name(type);
+  // CLI11 would take the largest number in its place.
+  if constexpr (std::is_same_v<Target, std::int64_t> || std::is_same_v<Target, std::optional<std::int64_t>> ||
+                std::is_same_v<Target, std::vector<std::int64_t>>) {
+    option->check([](const std::string& word) {
+      std::int64_t number = 0;
+      const auto parsed = std::from_chars(word.data(), word.data() + word.size(), number);
+      return parsed.ec == std::errc::result_out_of_range ? word + " is no number of 64 bits" : std::string();
+    });
+  }
+  return option;
 }
 
 // Prints "PROGRAM: MESSAGE" to standard error and returns `exit_code`.

@@ -15,14 +15,22 @@ import forebay
 import torch
 import transformers
 
+
+def count(text):
+    """A type of argparse: a whole number of 1 or more."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} was given; use 1 or more")
+    return int(text)
+
+
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--weights", help="a directory with config.json and *.safetensors")
-parser.add_argument("--text", default=__file__)
-parser.add_argument("--save", help="the directory of the saved state")
-parser.add_argument("--steps", type=int, default=20)
-parser.add_argument("--length", type=int, default=64)
-parser.add_argument("--batch", type=int, default=4)
-parser.add_argument("--stage", type=int, default=3)
+parser.add_argument("--text", default=__file__, help="the file to learn (default: this one)")
+parser.add_argument("--save", help="the directory of the saved state, written every 10 steps and after the last")
+parser.add_argument("--steps", type=count, default=20, help="all steps, those of earlier runs included (default: 20)")
+parser.add_argument("--length", type=count, default=64, help="tokens of a sequence (default: 64)")
+parser.add_argument("--batch", type=count, default=4, help="sequences of a rank in a step (default: 4)")
+parser.add_argument("--stage", type=int, choices=range(4), default=3, help="the ZeRO stage (default: 3)")
 arguments = parser.parse_args()
 rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
@@ -48,6 +56,8 @@ if arguments.save and os.path.exists(os.path.join(arguments.save, "latest")):
 
 text = pathlib.Path(arguments.text).read_bytes()  # Bytes are the tokens; a tokenizer fits here.
 data = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+if len(data) <= arguments.length:
+    raise SystemExit(f"--text {arguments.text} has {len(data)} bytes; give more than --length {arguments.length}")
 for step in range(first, arguments.steps):
     generator = torch.Generator().manual_seed(step * ranks + rank)
     starts = torch.randint(0, len(data) - arguments.length, (arguments.batch,), generator=generator)
@@ -59,7 +69,7 @@ for step in range(first, arguments.steps):
     optimizer.zero_grad()
     if rank == 0:
         print(f"step {step}  loss {loss.item():.4f}  gradient norm {optimizer.grad_norm:.3f}", flush=True)
-    if arguments.save and (step + 1) % 10 == 0:
+    if arguments.save and ((step + 1) % 10 == 0 or step + 1 == arguments.steps):
         forebay.save(model, arguments.save, {"step": step + 1})
 
 # One prompt on all ranks, so all run the same number of forward passes. For prompts of their own, call

@@ -48,10 +48,22 @@ TEST(LogDeathTest, TheLevelIsThatOfTheEnvironment) {
   EXPECT_EXIT(lines_at("off"), ::testing::ExitedWithCode(3), "^$");
   EXPECT_EXIT(lines_at("error"), ::testing::ExitedWithCode(3), error + "$");
   EXPECT_EXIT(lines_at(nullptr), ::testing::ExitedWithCode(3), error + warning + "$");
-  EXPECT_EXIT(lines_at("loud"), ::testing::ExitedWithCode(3), error + warning + "$");
+  EXPECT_EXIT(lines_at(""), ::testing::ExitedWithCode(3), error + warning + "$");
+  EXPECT_EXIT(lines_at("loud"), ::testing::ExitedWithCode(3),
+              "^forebay: FOREBAY_LOG is not one of off, error, warning, info and debug\nforebay: an error\n" +
+                  warning + "$");
   EXPECT_EXIT(lines_at("info"), ::testing::ExitedWithCode(3), error + warning + fact + "$");
   EXPECT_EXIT(lines_at("debug"), ::testing::ExitedWithCode(3),
               error + warning + fact + "forebay: " + std::string(1013, 'd') + "\n$");
+}
+
+TEST(LogDeathTest, TextsOfOthersDoNotCommandTheTerminal) {
+  const auto show = [] {
+    ::unsetenv("FOREBAY_LOG");
+    log(LogLevel::kError, "%s", "a\x1b[2Jb\x7f\r\t\xc3\xa4\nc");
+    std::_Exit(3);
+  };
+  EXPECT_EXIT(show(), ::testing::ExitedWithCode(3), "^forebay: a\\?\\[2Jb\\?\\?\t\xc3\xa4\nc\n$");
 }
 
 TEST(Result, HoldsAValueOrAnError) {

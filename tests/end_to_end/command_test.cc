@@ -135,6 +135,15 @@ TEST_F(Command, FailsWhenStandardOutputCannotBeWritten) {
     EXPECT_EQ(finished.exit_code, 1) << words << finished.output;
     EXPECT_NE(finished.output.find("cannot write to standard output"), std::string::npos) << finished.output;
   }
+  for (const char* words : {"plan --layers 1 --hidden 16", "--version"}) {
+    for (const char* output : {">/dev/full", ">&-"}) {
+      const Finished finished =
+          run_program({"/bin/sh", "-c", "exec " FOREBAY_COMMAND " " + std::string(words) + " " + output});
+      EXPECT_EQ(finished.exit_code, 1) << words << output << finished.output;
+      EXPECT_NE(finished.output.find("cannot write to standard output; is it closed"), std::string::npos)
+          << finished.output;
+    }
+  }
 }
 
 TEST_F(Command, APipeThatNobodyReadsIsAnError) {

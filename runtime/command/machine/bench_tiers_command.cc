@@ -10,6 +10,7 @@
 #include "forebay/cuda_backend.h"
 #include "forebay/host_backend.h"
 #include "forebay/sharding_arguments.h"
+#include "forebay/text.h"
 #include "forebay/units.h"
 #include "runtime/command/command_line.h"
 #include "runtime/command/host_limits.h"
@@ -232,8 +233,11 @@ Result<BenchTiersReport> bench(const BenchArguments& arguments, LaunchedRanks* l
   report.bytes = report.bytes / kBytesMin * kBytesMin;
   constexpr double kSecondsMax = 3600;
   if (!(arguments.seconds > 0 && arguments.seconds <= kSecondsMax)) {
-    return refuse("--seconds is " + std::to_string(arguments.seconds) + "; use more than 0 and at most 3600");
+    return refuse(
+        format_text("--seconds is %g; use more than 0 and at most %g", arguments.seconds, kSecondsMax));
   }
+  if (arguments.save.empty() && (!arguments.runs.empty() || given(arguments.link_option)))
+    return refuse("--run and --link describe the machine that --save writes; add --save, or leave them out");
 
   // All that can be refused is, before anything is measured.
   const Topology topology = read_topology();

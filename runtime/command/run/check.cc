@@ -129,7 +129,7 @@ class Scratch {
  public:
   Scratch() {
     std::error_code error;
-    std::string pattern = (std::filesystem::temp_directory_path(error) / "forebay-check-XXXXXX").string();
+    std::string pattern = temporary_directory(error) + "/forebay-check-XXXXXX";
     if (!error && ::mkdtemp(pattern.data()) != nullptr) path_ = pattern;
   }
   Scratch(const Scratch&) = delete;

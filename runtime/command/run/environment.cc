@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cctype>
+#include <cstdlib>
+#include <filesystem>
 
 #include "allocator/preload/events.h"
 #include "allocator/preload/learned_file.h"
@@ -284,6 +286,14 @@ Result<RunEnvironment> run_environment(const RunOptions& options, const Environm
     serve(options, inherited, limit, &environment);
   }
   return environment;
+}
+
+std::string temporary_directory(std::error_code& error) {
+  const char* chosen = std::getenv("TMPDIR");
+  const std::string directory = chosen != nullptr && chosen[0] != '\0' ? chosen : "/tmp";
+  if (!std::filesystem::is_directory(directory, error) && !error)
+    error = std::make_error_code(std::errc::not_a_directory);
+  return directory;
 }
 
 }  // namespace forebay

@@ -5,6 +5,7 @@
 #include <map>
 #include <optional>
 #include <string>
+#include <system_error>
 #include <vector>
 
 #include "allocator/preload/record.h"
@@ -35,6 +36,9 @@ inline constexpr char kRunWithinMemoryVariable[] = "FOREBAY_RUN_WITHIN_MEMORY";
 PreloadMode inherited_mode(const Environment& inherited);
 // The user's FOREBAY_PRELOAD_RECORDS; empty without one, or if it is an outer `forebay run`'s.
 std::string inherited_records(const Environment& inherited);
+
+// TMPDIR if it is set and not empty, else /tmp. `error`: it is no directory.
+std::string temporary_directory(std::error_code& error);
 
 struct RunEnvironment {
   Environment set;  // Variables with their new values.

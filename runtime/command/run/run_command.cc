@@ -103,13 +103,11 @@ class Records {
   Status open(const std::string& wanted) {
     std::error_code error;
     if (wanted.empty()) {
-      const std::string temporary = std::filesystem::temp_directory_path(error).string();
+      const std::string temporary = temporary_directory(error);
       std::string pattern = temporary + "/forebay-run-XXXXXX";
       if (error || ::mkdtemp(pattern.data()) == nullptr) {
-        const char* chosen = std::getenv("TMPDIR");
         return {StatusCode::kIoError,
-                "cannot make a directory for records in " +
-                    (error ? std::string(chosen != nullptr ? chosen : "TMPDIR") : temporary) + ": " +
+                "cannot make a directory for records in " + temporary + ": " +
                     (error ? error.message() : std::strerror(errno)) +
                     "; set TMPDIR to one that can be written to, or name one with --records"};
       }

@@ -85,6 +85,15 @@ TEST(PreloadMemory, AnInvalidLimitIsReportedAndTheArenaServesNothing) {
   EXPECT_EQ(run.served(PreloadServer::kArena), 0u);
 }
 
+TEST(PreloadMemory, ALimitOfLessThanAChunkIsReported) {
+  const PreloadRun run(matter("info"), "arena", {{"FOREBAY_MEMORY", "1MiB"}});
+  EXPECT_NE(run.finished.output.find(
+                "FOREBAY_MEMORY is '1MiB', less than one chunk of memory, so every allocation is "
+                "refused; use bytes"),
+            std::string::npos)
+      << run.finished.output;
+}
+
 TEST(PreloadMemory, AFullDeviceReturnsTheDriversErrorAndServesAfterAFree) {
   PreloadRun run(matter("full"), "arena", {{"FAKE_CUDA_LATENCY_NS", "2000000"}});
 

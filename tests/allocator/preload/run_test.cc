@@ -484,6 +484,12 @@ TEST(RunCommand, ReportsThatRecordsHaveNoDirectory) {
   }
 }
 
+TEST(RunCommand, AnEmptyTmpdirIsNone) {
+  const Finished run = forebay_run({"--", "/bin/echo", "it ran"}, {{"TMPDIR", ""}});
+  EXPECT_EQ(run.exit_code, 0) << run.output;
+  EXPECT_NE(position(run.output, "it ran"), std::string::npos) << run.output;
+}
+
 TEST(RunCommand, KeepsEarlierPreloads) {
   const std::string neighbour = program("next_library.so");
   // As a file that the command inherits; the command itself is not to be preloaded with it.
