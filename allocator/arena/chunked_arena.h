@@ -43,12 +43,18 @@ inline constexpr unsigned kRegionCount = kSharedRegionCount + kPrivateRegionLimi
 inline constexpr std::uint8_t kPersistentRegion = static_cast<std::uint8_t>(Region::kPersistent);
 inline constexpr std::uint8_t kTransientRegion = static_cast<std::uint8_t>(Region::kTransient);
 
+// A fuzzer shortens all searches, so that ranges that a search leaves out are common.
+#ifdef FOREBAY_SHORTEST_SEARCHES
+inline constexpr bool kShortestSearches = true;
+#else
+inline constexpr bool kShortestSearches = false;
+#endif
 // Ranges looked at in one bin on the hot path. Larger: slower. Smaller: a slightly worse fit, since the sizes
 // in one bin differ by at most 1/16.
-inline constexpr std::size_t kBinScanMax = 16;
+inline constexpr std::size_t kBinScanMax = kShortestSearches ? 1 : 16;
 // The same on a miss, and the most free ranges of one class that a miss gathers, the largest first. Larger: a
 // miss takes longer. Smaller: blocks fit worse where there are more ranges than this.
-inline constexpr std::size_t kMissScanMax = 512;
+inline constexpr std::size_t kMissScanMax = kShortestSearches ? 3 : 512;
 // Refining begins when the memory held exceeds the high water (the most bytes ever live) by more than
 // 1/kRefineWorth. It is repeated only when the high water has grown by 1/kRefineAgain.
 inline constexpr std::size_t kRefineWorth = 256;
@@ -61,7 +67,7 @@ inline constexpr std::size_t kRefineSwing = 16;
 // outlives the large blocks around it would keep a whole chunk from being used elsewhere.
 inline constexpr std::size_t kSmallFraction = 32;
 // Entries of shown_. A block with more parts that other addresses own is searched twice.
-inline constexpr std::size_t kShownMax = 64;
+inline constexpr std::size_t kShownMax = kShortestSearches ? 1 : 64;
 // The most descriptors that one block takes on the hot path, when it is cut from the middle of a range.
 inline constexpr std::size_t kSplitsMax = 4;
 

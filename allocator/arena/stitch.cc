@@ -16,7 +16,7 @@ namespace {
 constexpr double kGrowthWeight = 16;
 constexpr double kSharingWeight = 0.5;
 // Heads and tails looked at. More: slower, and no better.
-constexpr std::size_t kHeadsMax = 256;
+constexpr std::size_t kHeadsMax = kShortestSearches ? 1 : 256;
 constexpr std::size_t kTailsMax = 2;
 
 }  // namespace
