@@ -213,6 +213,7 @@ void unclaim(void* handle, Claim claim) noexcept {
 }
 
 void close(void* handle, Kind kind, const char* function) noexcept {
+  const NotCancelled not_cancelled;
   if (handle == nullptr) return;
   Record* const record = find_record(handle);
   const Name name = decode(handle);

@@ -9,6 +9,9 @@
 //   }
 #pragma once
 
+#include <cxxabi.h>
+#include <pthread.h>
+
 #include <atomic>
 #include <cstdint>
 #include <exception>
@@ -122,13 +125,28 @@ void close(Handle* handle, const char* function) noexcept {
   internal::close(handle, Traits<Handle>::kKind, function);
 }
 
+// While it lives the thread is not cancelled: it holds locks and other threads wait for it.
+class NotCancelled {
+ public:
+  NotCancelled() noexcept { ::pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &before_); }
+  NotCancelled(const NotCancelled&) = delete;
+  NotCancelled& operator=(const NotCancelled&) = delete;
+  ~NotCancelled() { ::pthread_setcancelstate(before_, nullptr); }
+
+ private:
+  int before_ = PTHREAD_CANCEL_ENABLE;
+};
+
 // Runs the body of a function of the interface: no exception leaves it, and its text becomes
-// forebay_last_error().
+// forebay_last_error(). A callback's pthread_exit() passes.
 template <typename Body>
-std::int32_t guarded(const char* function, Body&& body) noexcept {
+std::int32_t guarded(const char* function, Body&& body) {
+  const NotCancelled not_cancelled;
   try {
     body();
     return FOREBAY_OK;
+  } catch (const abi::__forced_unwind&) {
+    throw;
   } catch (...) {
     return internal::fail(function, std::current_exception());
   }

@@ -1,14 +1,17 @@
 // Handles: ends in any order, ends twice, and one call at a time.
 
 #include <gtest/gtest.h>
+#include <pthread.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <thread>
 
 #include "tests/api/fixture.h"
+#include "tests/support/thread_state.h"
 
 namespace forebay::api {
 namespace {
@@ -46,6 +49,51 @@ TEST(CApiHandles, ThatWereDestroyedAreRefusedAndSoIsASecondDestruction) {
   EXPECT_NE(next, timeline);
   EXPECT_EQ(forebay_timeline_begin(timeline, "track"), FOREBAY_INVALID_ARGUMENT);
   forebay_timeline_destroy(next);
+}
+
+// Cancelled within the call, it would leave locks behind, and the process would end.
+TEST(CApiThreads, ACancelledThreadEndsAfterItsCall) {
+  const c::Options options = {{"deadline", "30000"}};
+  const auto device = c::make<c::Device>(forebay_device_open, "host", options);
+  const auto group = c::make<c::LocalGroup>(forebay_local_group_create, 2, options);
+  struct Waiting {
+    c::Communicator ranks;
+    std::atomic<pid_t> thread{0};
+    std::int32_t result = -1;
+  } waiting{c::make<c::Communicator>(forebay_local_group_communicator, group, 0, device)};
+  const auto other = c::make<c::Communicator>(forebay_local_group_communicator, group, 1, device);
+  pthread_t thread;
+  const auto wait = [](void* given) -> void* {
+    auto& mine = *static_cast<Waiting*>(given);
+    mine.thread = ::gettid();
+    mine.result = forebay_communicator_barrier(mine.ranks);
+    ::pthread_testcancel();
+    return nullptr;
+  };
+  ASSERT_EQ(::pthread_create(&thread, nullptr, wait, &waiting), 0);
+  while (waiting.thread == 0 || !forebay::testing::is_waiting(waiting.thread)) std::this_thread::yield();
+  ASSERT_EQ(::pthread_cancel(thread), 0);
+
+  EXPECT_OK(forebay_communicator_barrier(other));
+
+  void* ended = nullptr;
+  ASSERT_EQ(::pthread_join(thread, &ended), 0);
+  EXPECT_EQ(ended, PTHREAD_CANCELED);
+  EXPECT_EQ(waiting.result, FOREBAY_OK);
+}
+
+TEST(CApiThreads, AThreadThatExitsInAVisitorLeavesTheEngineUsable) {
+  One one;
+  one.commit();
+  std::thread([&] {
+    forebay_engine_visit(
+        one.engine,
+        [](void*, std::int32_t, std::int32_t, const char*, const float*, std::uint64_t) {
+          ::pthread_exit(nullptr);
+        },
+        nullptr);
+  }).join();
+  one.step(1);
 }
 
 // The threads of a device and an engine do not exist in a process that was forked.

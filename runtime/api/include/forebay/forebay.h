@@ -19,7 +19,9 @@
  *            text.
  * Threads.   Any thread may use any handle, one thread at a time per handle. While a call
  *            runs, one by a second thread is refused with FOREBAY_INVALID_ARGUMENT. Where a section says
- *            "Threads: any", several may use the handle at once.
+ *            "Threads: any", several may use the handle at once. pthread_cancel() takes effect after the
+ *            call that the thread is in.
+ * Callbacks. They return: none ends by longjmp(), an exception or pthread_exit().
  * Processes. After fork() the child makes handles of its own. A handle of the parent is refused there, unless
  *            it is of options or of a timeline.
  * Streams.   A stream is a void*: on a cuda device a cudaStream_t. Null is the device's default stream: the
