@@ -455,6 +455,8 @@ TEST(CApiRecordedOrder, GivesAStepUpAndGoesOn) {
   ASSERT_OK(forebay_abandon(one.engine, 0));
   void* address = nullptr;
   EXPECT_EQ(forebay_parameter(one.engine, one.first, 0, &address), FOREBAY_INVALID_ARGUMENT);
+  EXPECT_EQ(forebay_release(one.engine, one.first, nullptr), FOREBAY_INVALID_ARGUMENT)
+      << "it ended with the step";
   EXPECT_EQ(digest_of(one), before);
   const forebay_step_result result = one.step(1);
   EXPECT_EQ(result.abandoned, 0);
