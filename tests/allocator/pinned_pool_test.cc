@@ -445,6 +445,16 @@ TEST_F(PinnedPoolTest, KeepsWhatWasPrewarmedAndNoMore) {
   }
 }
 
+TEST_F(PinnedPoolTest, ASmallerPrewarmKeepsAllOfALargerOne) {
+  make({.slab_bytes = 8_MiB});
+  ASSERT_TRUE(pool_->prewarm(64_MiB).ok());
+  ASSERT_TRUE(pool_->prewarm(8_MiB).ok());
+
+  ASSERT_TRUE(pool_->allocate(72_MiB).ok());
+
+  EXPECT_EQ(pool_->statistics().held_bytes, 136_MiB);
+}
+
 // Sizes are in pages where they are counted in 32 bits.
 TEST_F(PinnedPoolTest, PrewarmsMoreThanTwoGibibytes) {
   make({.addresses_only = true});
