@@ -202,6 +202,24 @@ TEST(StoreDirectory, ARankThatIsKilledIsNamedAndOneThatLeavesIsNot) {
   EXPECT_TRUE(status_in_time(*later, 100ms).ok()) << later->status().to_string();
 }
 
+// On a shared file system a host may not see the locks of another host, whose ranks live all the same.
+TEST(StoreDirectory, ARankOfAnotherHostNeedsNoLockThatThisHostSees) {
+  const testing::TemporaryDirectory directory;
+  const std::string path = directory / "store";
+  const std::unique_ptr<StoreDirectory> waits = open_as(path, 0);
+  const auto come_without_lock = [&](int rank, const std::string& presence) {
+    std::ofstream(path + "/here." + std::to_string(rank)) << presence;
+    waits->expect(rank, presence);
+  };
+
+  come_without_lock(1, "0123456789abcdef:another-boot-id process 1 on another-host");
+  EXPECT_TRUE(status_in_time(*waits, 100ms).ok()) << waits->status().to_string();
+
+  const std::string mine = waits->presence();
+  come_without_lock(2, "0123456789abcdef" + mine.substr(mine.find(':')));
+  EXPECT_EQ(status_in_time(*waits, 60s).code(), StatusCode::kPeerLost);
+}
+
 TEST(StoreDirectory, TheLastOneToLeaveRemovesTheFilesOfAFailedRun) {
   const testing::TemporaryDirectory directory;
   std::ofstream(directory / "here.txt") << "the user's";
