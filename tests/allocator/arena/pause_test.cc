@@ -286,6 +286,42 @@ TEST_F(ArenaPauseTest, WaitsUntilFreedBlocksAreOutOfUse) {
   EXPECT_TRUE(has(stays, 6, 2 * kChunk));
 }
 
+// A backend that opens a gate when an event is waited for.
+class OpeningBackend final : public ForwardingBackend {
+ public:
+  using ForwardingBackend::ForwardingBackend;
+  Status event_synchronize(Event event) override {
+    gate.open();
+    return ForwardingBackend::event_synchronize(event);
+  }
+  Gate gate;
+};
+
+// The freed blocks' memory has gone to a block elsewhere, and queued work still uses their own addresses.
+TEST_F(ArenaPauseTest, WaitsUntilAddressesWithoutMemoryAreOutOfUse) {
+  OpeningBackend backend(*backend_);
+  auto arena =
+      std::move(Arena::create(backend, {.limit_bytes = 4 * kChunk, .largest_chunk_bytes = kChunk})).value();
+  const Tag tag = arena->tag_create({.name = "optimizer", .pausable = true}).value();
+  DevicePtr blocks[4];
+  for (DevicePtr& block : blocks)
+    block = arena->allocate({.bytes = kChunk, .tag = tag, .stream = stream_}).value();
+  ASSERT_TRUE(backend_->call_host(stream_, &Gate::wait, &backend.gate).ok());
+  for (const int i : {0, 2}) {
+    ASSERT_TRUE(backend_->fill_async(blocks[i], 1, kChunk, stream_).ok());
+    ASSERT_TRUE(arena->free(blocks[i], stream_).ok());
+  }
+  ASSERT_TRUE(arena->allocate({.bytes = 2 * kChunk, .tag = tag, .stream = stream_}).ok());
+  std::memset(blocks[1], 6, kChunk);
+
+  EXPECT_TRUE(arena->pause(tag, true).ok());
+
+  backend.gate.open();
+  ASSERT_TRUE(backend_->stream_synchronize(stream_).ok());
+  ASSERT_TRUE(arena->resume(tag).ok());
+  EXPECT_TRUE(has(blocks[1], 6, kChunk));
+}
+
 TEST_F(ArenaPauseTest, ATagWhoseFreedBlocksACapturedStreamUsesIsNotPaused) {
   DevicePtr stays = take(kChunk, tag_);
   DevicePtr used = take(kChunk, tag_, stream_);
