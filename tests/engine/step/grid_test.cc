@@ -164,6 +164,26 @@ TEST(EngineGrid, TakesTheNormOverAllPartsAndSkipsForAll) {
   }
 }
 
+TEST(EngineGrid, StopsAllPartsWhereOneRankAsks) {
+  run_ranks(4, {}, [](Rank& rank) {
+    const int world_rank = rank.communicator->rank();
+    const std::unique_ptr<Communicator> world = std::move(rank.communicator);
+    rank.communicator = value_or_throw(world->split(world_rank % 2, world_rank));
+    Engine engine(*rank.backend, *rank.kernels, *rank.communicator, EngineOptions{{}, world.get()});
+    const UnitId unit = engine.add_unit("unit");
+    engine.add_parameter(unit, "weight", 100);
+    engine.commit();
+    for (const bool asks : {false, true}) {
+      engine.step_begin();
+      engine.micro_step_begin(0);
+      engine.skip(unit);
+      Hyperparameters hyperparameters{.groups = {{}}};
+      hyperparameters.stop = asks && world_rank == 3;
+      EXPECT_EQ(engine.step(hyperparameters).stop, asks) << "rank " << world_rank;
+    }
+  });
+}
+
 TEST(EngineGrid, HasPartsOfDifferentUnits) {
   const std::vector<ToyUnit> units = awkward_units();
   for (int stage = 0; stage < 4; ++stage) {
