@@ -291,6 +291,25 @@ TEST(SharedUnits, HaveTheSameBitsInGroups) {
   }
 }
 
+// Where the stages' gradients are equal, their sum needs no rounding.
+TEST(SharedUnits, RoundTheSumOfDifferentGradientsAlikeAtEveryStage) {
+  Pipeline pipeline;
+  pipeline.models = {first_stage(), last_stage()};
+  pipeline.common = options_for(0, DataType::kBfloat16, 2);
+  pipeline.common.engine.micro_steps = 2;
+  pipeline.change = [](int place, ToyOptions& o) {
+    o.disturbance = [place](int, int) { return place == 1 ? 0.37f : 0.0f; };
+  };
+  const PipelineResult expected = run_pipeline(pipeline, 2);
+  for (int stage = 1; stage < 4; ++stage) {
+    pipeline.common.engine.stage = stage;
+    const PipelineResult actual = run_pipeline(pipeline, 2);
+    EXPECT_EQ(actual.norms, expected.norms) << "stage " << stage;
+    for (std::size_t place : {0, 1})
+      EXPECT_EQ(actual.stages[place].masters, expected.stages[place].masters) << "stage " << stage;
+  }
+}
+
 TEST(SharedUnits, OverflowOnBothStagesWhereOneDoes) {
   Pipeline pipeline;
   pipeline.models = {first_stage(), last_stage()};
