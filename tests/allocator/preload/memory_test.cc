@@ -220,6 +220,15 @@ TEST(PreloadMemory, ThreadsBeyondTheLimitOfStreamsWaitWhenTheyFree) {
   run.expect_no_hazard();
 }
 
+TEST(PreloadMemory, AResetMakesTheStreamsOfThreadsAvailableAgain) {
+  PreloadRun run(matter("thread-resets"), "arena", {{"FAKE_CUDA_LATENCY_NS", "100000000"}});
+
+  EXPECT_EQ(run.finished.exit_code, 0) << run.finished.output;
+  EXPECT_EQ(run.finished.output, "idle 0\n");
+  EXPECT_EQ(run.unserved(), 0u);
+  run.expect_no_hazard();
+}
+
 TEST(PreloadMemory, AttributesOfAnAddressAreThoseOfItsBlock) {
   const PreloadRun bare(matter("attributes"), "none");
   PreloadRun run(matter("attributes"));

@@ -435,6 +435,23 @@ int thread_free() {
   return 0;
 }
 
+// A device that is reset more often than the arena has streams for threads. Each reset makes all of them
+// available again, so a free does not wait.
+int thread_resets() {
+  CuDevicePtr block = 0;
+  for (int i = 0; i < 33; ++i) {
+    CHECK_CU(per_thread.cuMemAllocAsync(&block, 4096, nullptr));
+    CHECK_CU(per_thread.cuMemFreeAsync(block, nullptr));
+    CHECK_CU(driver.cuDevicePrimaryCtxReset_v2(0));
+    CHECK_CU(driver.cuCtxSetCurrent(context));
+  }
+  const CuStream done = new_stream();
+  if (free_in_use(&block, done) != 0) return 1;
+  std::printf("idle %d\n", is_idle(done));
+  CHECK_CU(driver.cuStreamSynchronize(done));
+  return 0;
+}
+
 // More threads with default streams of their own than the arena has streams for. The last ones wait when they
 // free.
 int many_threads() {
@@ -696,6 +713,7 @@ int run(const std::string& matter) {
                                                                {"reuse", reuse},
                                                                {"late-free", late_free},
                                                                {"thread-free", thread_free},
+                                                               {"thread-resets", thread_resets},
                                                                {"many-threads", many_threads}};
   if (!query_driver("libcuda.so.1", kProcAddressDefault, &driver) ||
       !query_driver("libcuda.so.1", kProcAddressPerThreadStream, &per_thread)) {
