@@ -395,6 +395,20 @@ TEST(PreloadMemory, EveryDeviceHasAnArena) {
 
 // --- failing calls ---
 
+// The driver serves the first block where it has no memory for an arena, and the arena the second.
+TEST(PreloadFaults, AnArenaThatFoundNoMemoryIsMadeAtTheNextAllocation) {
+  constexpr int kCallsOfMaking = 40;  // About as many calls come before the first block.
+  int made_later = 0;
+  for (int n = 1; n <= kCallsOfMaking; ++n) {
+    PreloadRun run(matter("attributes"), "arena",
+                   {{"FAKE_CUDA_FAIL", std::to_string(n)}, {"FAKE_CUDA_FAIL_RESULT", "2"}});
+    if (run.finished.exit_code != 0) continue;
+    EXPECT_LE(run.unserved(), 1u) << n;
+    made_later += run.unserved() == 1 && run.served(PreloadServer::kArena) == 1;
+  }
+  EXPECT_GT(made_later, kCallsOfMaking / 2);
+}
+
 // After any failed call the program ends by itself, reports the error, and nothing is corrupted.
 TEST(PreloadFaults, EveryCallMayFailOnce) {
   const std::vector<std::string> command = {program("access_program"), "query"};
