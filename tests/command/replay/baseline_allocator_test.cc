@@ -129,6 +129,15 @@ TEST_F(BaselineAllocatorTest, GivesBackSmallSegmentsToo) {
   EXPECT_EQ(allocate(512), nullptr);
 }
 
+TEST_F(BaselineAllocatorTest, GivesBackSmallAndLargeSegmentsAtOnce) {
+  make(32_MiB);
+  const DevicePtr small = allocate(512);
+  const DevicePtr large = allocate(20_MiB);
+  ASSERT_TRUE(allocator_->free(small).ok());
+  ASSERT_TRUE(allocator_->free(large).ok());
+  EXPECT_NE(allocate(32_MiB), nullptr);
+}
+
 TEST_F(BaselineAllocatorTest, OnlyWholeSegmentsAreGivenBack) {
   make(40_MiB);
   const DevicePtr a = allocate(8_MiB);
