@@ -13,6 +13,7 @@ import torch
 
 import forebay
 import models
+from forebay.torch import memory
 
 torch.set_num_threads(1)
 torch.use_deterministic_algorithms(True)
@@ -104,6 +105,15 @@ def switched(options):
         return {"rank": RANK, "error": ""}
     except forebay.Error as error:
         return {"rank": RANK, "error": str(error)}
+
+
+def remedies(options):
+    """The device bytes that offload frees on this rank, and those that an out-of-memory error of torch says it would."""
+    made, offloaded = (forebay.shard(models.make(), **options, **more) for more in ({}, {"offload": "optimizer"}))
+    for one in (made, offloaded):
+        forebay.AdamW(one)
+    held, left = (forebay.report(one)["plan"]["bytes"]["total"] for one in (made, offloaded))
+    return {"rank": RANK, "freed": held - left, "said": dict(memory.remedies(made._forebay))["offload='optimizer'"]}
 
 
 def joined(options):

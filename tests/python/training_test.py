@@ -899,6 +899,10 @@ class SeveralRanks(unittest.TestCase):
         self.assertRegex(first["error"], "so must requires_grad, which this rank switched for no parameter")
         self.assertRegex(second["error"], r"so must requires_grad, which this rank switched for norm\.weight")
 
+    def test_an_out_of_memory_error_says_what_options_free_on_a_rank(self):
+        for one in torchrun(2, kind="remedies", options={"stage": 1}):
+            self.assertEqual(one["said"], one["freed"])
+
     def test_a_parameter_that_joins_later_is_named(self):
         for one in torchrun(2, kind="joined", options={"stage": 1}):
             self.assertRegex(one["error"], r"norm\.adapter\.weight joined the model after shard.*before shard")
