@@ -202,6 +202,41 @@ void expect_the_work_to_end_first(OrderOfUnits order, std::uint64_t failing_call
   });
 }
 
+// Units 0 and 2 have one slot, and 1 and 3 another. Where a slot is in use, the other unit goes to a spare
+// one, and counts as gathered until its own slot is gathered into.
+TEST(Lease, NoUnitTakesTheSpareSlotOfOneThatCountsAsGathered) {
+  run_ranks(2, {}, [](Rank& rank) {
+    EngineOptions options;
+    options.stage = 3;
+    options.order_of_units = OrderOfUnits::kRecorded;
+    Engine engine(*rank.backend, *rank.kernels, *rank.communicator, options);
+    std::vector<ParameterId> weights;
+    for (const char* name : {"0", "1", "2", "3"})
+      weights.push_back(engine.add_parameter(engine.add_unit(name), name, 1000));
+    engine.commit();
+    for (const ParameterId id : weights)
+      engine.set_parameter(id, std::vector<float>(1000, 1.0f + static_cast<float>(id.unit)));
+    const Stream stream = value_or_throw(rank.backend->stream_create());
+    const auto lease = [&](int unit) {
+      Lease made = engine.forward(unit, stream);
+      throw_if_error(rank.backend->stream_synchronize(stream));
+      const ParameterView<float> view = made.view<float>(weights[static_cast<std::size_t>(unit)]);
+      EXPECT_EQ(view.data[999], 1.0f + static_cast<float>(unit));
+      return made;
+    };
+    engine.evaluation_begin();
+    {
+      const Lease zero = lease(0);
+      lease(2);
+      const Lease one = lease(1);
+      lease(3);
+      lease(2);
+    }
+    engine.evaluation_end();
+    throw_if_error(rank.backend->stream_destroy(stream));
+  });
+}
+
 TEST(Lease, AnEngineWaitsForWorkWhoseEndWasNotRecorded) {
   for (const std::uint64_t failing_calls : {1u, 2u, 100u}) {
     expect_the_work_to_end_first(OrderOfUnits::kStrict, failing_calls, false);
