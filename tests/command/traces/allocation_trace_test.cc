@@ -111,6 +111,7 @@ TEST(RmmLog, TakesOddLinesAndCountsThem) {
                                       "1,1,free,0xa0,10,0\n"     // Twice.
                                       "1,1,allocate,0xc0,5,0\n"  // Its free was lost.
                                       "1,1,allocate,0xc0,6,0\n"
+                                      "1,1,free,0x0,7,0\n"
                                       "1,1,allocate,(nil),0,0\n"
                                       "1,1,allocate failure,(nil),99,0\n");
   EXPECT_EQ(trace.warm_event_count, 2u);
@@ -118,7 +119,7 @@ TEST(RmmLog, TakesOddLinesAndCountsThem) {
   ASSERT_EQ(trace.notes.size(), 5u);
   EXPECT_EQ(trace.notes[0],
             "2 blocks freed without having been allocated: taken as live before the log began");
-  EXPECT_EQ(trace.notes[1], "1 line about a null pointer: left out");
+  EXPECT_EQ(trace.notes[1], "2 lines about a null pointer: left out");
   ASSERT_TRUE(trace.failure.has_value());
   EXPECT_EQ(trace.failure->bytes, 99u);
   EXPECT_TRUE(trace.blocks.back().failed);
