@@ -353,6 +353,7 @@ TEST_F(StateCommand, RefusesAnExportOverAFileOfTheStates) {
   fs::create_symlink(newest + "/rank-2-of-3.safetensors", root_ + "/soft.safetensors");
   fs::create_directory_symlink(newest, root_ + "/way");
   fs::create_hard_link(newest + "/manifest.json", root_ + "/index.safetensors.index.json");
+  fs::create_directories(newest + "/of/user");
   const auto tree = [&] {
     std::map<std::string, std::string> texts;
     for (const auto& entry : fs::recursive_directory_iterator(root_)) {
@@ -366,9 +367,9 @@ TEST_F(StateCommand, RefusesAnExportOverAFileOfTheStates) {
   const std::string several = " --max-shard-size 2430";
   for (const std::string& to :
        {file, newest + "/new.safetensors", newest + "/new.safetensors" + several, older + "/new.safetensors",
-        root_ + "/way/new.safetensors", directory_ + "/../state/step-000000000001/new.safetensors",
-        root_ + "/kept.safetensors", root_ + "/hard.safetensors", root_ + "/soft.safetensors",
-        root_ + "/index.safetensors" + several}) {
+        newest + "/of/user/new.safetensors", root_ + "/way/new.safetensors",
+        directory_ + "/../state/step-000000000001/new.safetensors", root_ + "/kept.safetensors",
+        root_ + "/hard.safetensors", root_ + "/soft.safetensors", root_ + "/index.safetensors" + several}) {
     EXPECT_EQ(command("export " + directory_ + " --to " + to), 2) << to;
     EXPECT_NE(err_.find("is a file of the saved states in " + directory_), std::string::npos) << err_;
     EXPECT_EQ(tree(), before) << to;
