@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <charconv>
 #include <initializer_list>
+#include <limits>
 #include <map>
 #include <string_view>
 #include <system_error>
@@ -40,9 +41,8 @@ Status read_number(const Variables& variables, const char* name, int* value) {
   int number = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
   if (error != std::errc() || end != text.data() + text.size() || number < 0) {
-    return invalid_argument(
-        name, " is \"", shown_value(text),
-        "\", which is not a whole number of at least 0; look at the launcher that set it");
+    return invalid_argument(name, " is \"", shown_value(text), "\", which is not a whole number from 0 to ",
+                            std::numeric_limits<int>::max(), "; look at the launcher that set it");
   }
   *value = number;
   return {};

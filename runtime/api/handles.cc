@@ -7,6 +7,7 @@
 #include <new>
 #include <stdexcept>
 #include <string_view>
+#include <system_error>
 #include <vector>
 
 #include "forebay/text.h"
@@ -249,6 +250,13 @@ std::int32_t fail(const char* function, std::exception_ptr error) noexcept {
     return failed(function, "the host has no memory for it; free some", StatusCode::kOutOfMemory);
   } catch (const std::length_error&) {
     return failed(function, "a size is larger than any memory; give a smaller one", StatusCode::kOutOfMemory);
+  } catch (const std::system_error& found) {  // A thread cannot be made.
+    return failed(
+        function,
+        (found.what() + std::string("; the process may have too many threads (ulimit -u) or too few "
+                                    "addresses (ulimit -v)"))
+            .c_str(),
+        StatusCode::kUnavailable);
   } catch (const std::exception& found) {
     return failed(function, found.what(), StatusCode::kInternal);
   } catch (...) {

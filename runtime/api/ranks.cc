@@ -364,7 +364,8 @@ std::int32_t forebay_communicator_abort(forebay_communicator* communicator, std:
     FOREBAY_REQUIRE(text);
     if (code <= FOREBAY_OK || code > FOREBAY_INTERNAL)
       misuse("code is " + std::to_string(code) + "; use one of the codes of an error");
-    share(communicator)->communicator->abort(Status(static_cast<StatusCode>(code), text));
+    const char* const reason = text[0] != '\0' ? text : "the program gave no reason";
+    share(communicator)->communicator->abort(Status(static_cast<StatusCode>(code), reason));
   });
 }
 

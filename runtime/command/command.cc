@@ -98,9 +98,8 @@ int run(std::vector<std::string> arguments) {
     if (error.get_exit_code() == 0) return app.exit(error);
     const std::vector<std::string> unknown = app.remaining(true);
     return complain(program,
-                    unknown.empty()
-                        ? std::string(error.what()) + " (" + program + " --help lists the options)"
-                        : unknown_word_text(called, unknown.front()),
+                    unknown.empty() ? parse_error_text(error.what(), program)
+                                    : unknown_word_text(called, unknown.front()),
                     kBadUsage);
   }
   if (const std::string empty = empty_option(app); !empty.empty())

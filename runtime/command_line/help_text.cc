@@ -77,6 +77,13 @@ std::string help_text(const CommandText& command, std::size_t width) {
   return text;
 }
 
+std::string parse_error_text(std::string text, const std::string& program) {
+  constexpr std::string_view kTooMany = ": At Most 1 required but received ";
+  if (const std::size_t at = text.find(kTooMany); at != std::string::npos)
+    text = text.substr(0, at) + " was given " + text.substr(at + kTooMany.size()) + " times; give it once";
+  return text + " (" + program + " --help lists the options)";
+}
+
 std::string unknown_word_text(const CommandText& command, const std::string& word) {
   const std::string name = word.substr(0, word.find('='));
   const bool is_option = name.size() > 1 && name[0] == '-';

@@ -131,6 +131,11 @@ TEST(CApiRanksAlone, AreToldThatOneRankFailed) {
   EXPECT_OK(forebay_communicator_abort(one.ranks, FOREBAY_PEER_LOST, "the power went out"));
   EXPECT_EQ(forebay_communicator_status(one.ranks), FOREBAY_PEER_LOST);
   EXPECT_NE(last_error().find("the power went out"), std::string::npos) << last_error();
+
+  const One without_words;
+  EXPECT_OK(forebay_communicator_abort(without_words.ranks, FOREBAY_PEER_LOST, ""));
+  EXPECT_EQ(forebay_communicator_status(without_words.ranks), FOREBAY_PEER_LOST);
+  EXPECT_NE(last_error().find("the program gave no reason"), std::string::npos) << last_error();
 }
 
 }  // namespace

@@ -64,6 +64,10 @@ TEST(HelpText, AWordThatIsNotKnownIsAnsweredWithTheNearest) {
             "there is no option --dtpye; did you mean --dtype? (forebay plan --help lists the options)");
   EXPECT_EQ(unknown_word_text(example(), "paln"),
             "there is no command 'paln'; did you mean plan? (forebay --help lists the commands)");
+  EXPECT_EQ(parse_error_text("--steps: At Most 1 required but received 2", "forebay plan"),
+            "--steps was given 2 times; give it once (forebay plan --help lists the options)");
+  EXPECT_EQ(parse_error_text("--steps: no number", "forebay"),
+            "--steps: no number (forebay --help lists the options)");
   EXPECT_EQ(unknown_word_text(plan, "--temperature"),
             "there is no option --temperature (forebay plan --help lists the options)");
 }

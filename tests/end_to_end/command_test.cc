@@ -179,7 +179,10 @@ TEST_F(Command, RefusesPlacesItCannotWriteToBeforeItTrains) {
   const std::string model = directory_ / "model";
   fs::create_directory(model);
   std::ofstream(model + "/config.json") << "{}";
-  std::ofstream(file) << "text";
+  std::ofstream(file) << "a text of the user";
+  const std::string huge = directory_ / "huge";
+  std::ofstream(huge).close();
+  fs::resize_file(huge, std::uintmax_t{1} << 42);  // Without blocks.
   ASSERT_EQ(::mkfifo(pipe.c_str(), 0600), 0);
   ASSERT_EQ(run_program(kTiny + Words{"--save-state", state}).exit_code, 0);
   const struct {
@@ -194,6 +197,9 @@ TEST_F(Command, RefusesPlacesItCannotWriteToBeforeItTrains) {
       {{"--export", pipe}, "is not a regular file"},
       {{"--export", "/dev/null"}, "is not a regular file"},
       {{"--export", loop}, "--export: cannot write"},
+      {{"--export", file}, "the file was not written by this option, and is not overwritten"},
+      {{"--report", file}, "the file was not written by this option, and is not overwritten"},
+      {{"--timeline", file}, "the file was not written by this option, and is not overwritten"},
       {{"--report", loop}, "--report: cannot write"},
       {{"--timeline", loop}, "--timeline: cannot write"},
       {{"--export", long_path}, "xxx..."},
@@ -210,6 +216,7 @@ TEST_F(Command, RefusesPlacesItCannotWriteToBeforeItTrains) {
       {{"--save-state", directory_ / "no/such/place"}, "--save-state"},
       {{"--save-state", state}, "--resume"},
       {{"--text", pipe}, "is not a regular file"},
+      {{"--text", huge}, "has 4.00 TiB, and each rank holds it in the host's memory"},
       {{"--text", "/dev/zero"}, "is not a regular file"},
       {{"--text", "/proc/self/mem"}, "Input/output error"},
       {{"--initial", pipe}, "is not a regular file"},

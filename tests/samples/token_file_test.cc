@@ -132,6 +132,11 @@ TEST_F(Tokens, FilesThatHoldNoneAreRefused) {
   refused("odd.bin", StatusCode::kCorruption, "odd number of bytes, 3");
   write("short.bin", {20240520, 1}, {});
   refused("short.bin", StatusCode::kCorruption, "ends in its header");
+  std::vector<std::int32_t> cut = header(20240520, 1);
+  cut[2] = static_cast<std::int32_t>(tokens_.size() + 1);
+  write("cut.bin", cut, tokens_);
+  refused("cut.bin", StatusCode::kCorruption,
+          "its header says " + std::to_string(cut[2]) + " tokens, and it has");
   write("newer.bin", header(20240520, 2), tokens_);
   refused("newer.bin", StatusCode::kUnsupported, "another version");
   write("llama.bin", header(20240801, 7), tokens_);

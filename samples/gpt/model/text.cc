@@ -1,5 +1,7 @@
 #include "model/text.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
@@ -9,6 +11,7 @@
 
 #include "forebay/error.h"
 #include "forebay/text.h"
+#include "forebay/units.h"
 #include "model/random.h"
 #include "model/shape.h"
 
@@ -21,9 +24,27 @@ std::uint64_t mixed(std::uint64_t hash, std::uint64_t value) {
   return (hash ^ value) * 0x100000001B3u;
 }
 
+// Errors: throws kOutOfMemory for more than half of the host's memory. Each rank holds the text.
+void check_bytes(const std::vector<std::string>& files) {
+  const auto host = static_cast<std::uint64_t>(::sysconf(_SC_PHYS_PAGES)) *
+                    static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
+  std::uint64_t bytes = 0;
+  for (const std::string& file : files) {
+    std::error_code error;
+    const std::uintmax_t of_file = std::filesystem::file_size(file, error);
+    if (!error) bytes += of_file;
+  }
+  if (bytes <= host / 2) return;
+  throw Error(StatusCode::kOutOfMemory, "the text of --text has " + format_bytes(bytes) +
+                                            ", and each rank holds it in the host's memory of " +
+                                            format_bytes(host) +
+                                            "; give tokens with --data, which reads its file as it goes");
+}
+
 }  // namespace
 
 Text Text::read(const std::vector<std::string>& files, std::size_t vocabulary) {
+  check_bytes(files);
   std::vector<std::uint8_t> bytes;
   for (const std::string& file : files) {
     const auto refuse = [&](const std::string& found) {

@@ -18,7 +18,7 @@ namespace forebay::gpt {
 class Text {
  public:
   // Concatenates `files`, in the order given.
-  // Errors: throws Error naming the file (kIoError).
+  // Errors: throws Error naming the file (kIoError); kOutOfMemory for more than half of the host's memory.
   static Text read(const std::vector<std::string>& files, std::size_t vocabulary = kVocabulary);
   explicit Text(std::vector<std::uint8_t> bytes, std::size_t vocabulary = kVocabulary);
   // Errors: those of TokenFile.

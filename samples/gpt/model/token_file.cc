@@ -46,7 +46,7 @@ void TokenFile::read_header() {
   if (!S_ISREG(facts.st_mode)) cannot_read("it is not a regular file");
   const auto bytes = static_cast<std::uint64_t>(facts.st_size);
   if (bytes == 0) cannot_read("it is empty");
-  std::int32_t header[2] = {};
+  std::int32_t header[3] = {};  // The last: the number of tokens.
   read_bytes(0, header, std::min<std::uint64_t>(bytes, sizeof header));
   const bool has_header = header[0] == kMagic || header[0] == kMagicOf32Bits;
   const auto refuse = [&](StatusCode code, const std::string& finding) {
@@ -60,6 +60,11 @@ void TokenFile::read_header() {
   begin_ = has_header ? kHeaderBytes : 0;
   if (bytes < begin_) refuse(StatusCode::kCorruption, "it ends in its header");
   size_ = (bytes - begin_) / sizeof(std::uint16_t);
+  if (has_header && size_ < static_cast<std::uint32_t>(header[2])) {
+    refuse(StatusCode::kCorruption, "its header says " +
+                                        std::to_string(static_cast<std::uint32_t>(header[2])) +
+                                        " tokens, and it has " + std::to_string(size_));
+  }
 }
 
 void TokenFile::read(std::uint64_t first, std::span<std::uint16_t> target) const {

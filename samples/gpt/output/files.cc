@@ -7,6 +7,8 @@
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
+#include <fstream>
+#include <optional>
 #include <string>
 
 #include "forebay/error.h"
@@ -22,11 +24,28 @@ namespace {
 
 namespace fs = std::filesystem;
 
+// Errors: throws kInvalidArgument where a file is there that is none of ours: byte `at` of ours is a '{'.
+void check_replaced(const std::string& path, std::size_t at) {
+  if (std::error_code error; !fs::is_regular_file(path, error)) return;
+  std::ifstream file(path, std::ios::binary);
+  std::string beginning(at + 1, '\0');
+  file.read(beginning.data(), static_cast<std::streamsize>(beginning.size()));
+  if (file.gcount() == 0 || (file && beginning[at] == '{')) return;
+  throw Error(StatusCode::kInvalidArgument,
+              "cannot write " + shown_path(path) +
+                  ": the file was not written by this option, and is not overwritten; "
+                  "name another file or remove it");
+}
+
+constexpr std::size_t kBeginOfSafetensors = 8;  // Behind the length of the header.
+
 void check_output(const char* option, const std::string& path,
-                  void (*check)(const std::string&) = &OutputFile::check) {
+                  void (*check)(const std::string&) = &OutputFile::check,
+                  std::optional<std::size_t> begin = std::nullopt) {
   if (path.empty()) return;
   try {
     check(path);
+    if (begin) check_replaced(path, *begin);
   } catch (const Error& error) {
     throw Error(error.status().with_context(option));
   }
@@ -101,13 +120,16 @@ std::string flight_file(const TrainerOptions& options, int rank) {
 }
 
 void check_files(const TrainerOptions& options) {
-  check_output("--report", options.report_file);
+  check_output("--report", options.report_file, &OutputFile::check, 0);
   for (int rank = 0; rank < std::max(options.ranks, 1) && !options.timeline_file.empty(); ++rank) {
-    check_output("--timeline", timeline_file(options, rank));
+    check_output("--timeline", timeline_file(options, rank), &OutputFile::check, 0);
   }
   const bool exports_model = !options.export_file.empty() && names_directory(options.export_file);
-  check_output("--export", options.export_file,
-               exports_model ? &prepare_model_directory : &OutputFile::check_regular);
+  if (exports_model) {
+    check_output("--export", options.export_file, &prepare_model_directory);
+  } else {
+    check_output("--export", options.export_file, &OutputFile::check_regular, kBeginOfSafetensors);
+  }
   check_output("--logits", options.logits_file);
   check_output("--write-tokens", options.tokens_file);
   if (!options.flight_recorder.empty()) check_output("--flight-recorder", flight_file(options, 0));

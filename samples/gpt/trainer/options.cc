@@ -572,9 +572,8 @@ ParsedCommand parse_command(const std::vector<std::string>& arguments) {
     return {std::nullopt, 0};
   } catch (const CLI::ParseError& error) {
     const std::vector<std::string> unknown = app.remaining();
-    return complain(unknown.empty()
-                        ? std::string(error.what()) + " (" + kProgram + " --help lists the options)"
-                        : unknown_word_text(description, unknown.front()));
+    return complain(unknown.empty() ? parse_error_text(error.what(), kProgram)
+                                    : unknown_word_text(description, unknown.front()));
   } catch (const Error& error) {
     return complain(error.status().message());
   }

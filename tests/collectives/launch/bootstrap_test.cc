@@ -302,6 +302,8 @@ TEST(LaunchEnvironment, SaysWhichVariableIsWrong) {
       {{{"FOREBAY_SIZE", "2"}}, "FOREBAY_RANK is not"},
       {{{"FOREBAY_RANK", "two"}, {"FOREBAY_SIZE", "4"}}, "FOREBAY_RANK is \"two\""},
       {{{"FOREBAY_RANK", "-1"}, {"FOREBAY_SIZE", "4"}}, "FOREBAY_RANK is \"-1\""},
+      {{{"FOREBAY_RANK", "0"}, {"FOREBAY_SIZE", "999999999999"}},
+       "FOREBAY_SIZE is \"999999999999\", which is not a whole number from 0 to 2147483647"},
       {{{"FOREBAY_RANK", "\x1b[2J"}, {"FOREBAY_SIZE", "4"}}, "FOREBAY_RANK is \"\\x1b[2J\""},
       {{{"FOREBAY_RANK", "0"}, {"FOREBAY_SIZE", "4"}, {"FOREBAY_STORE", "\x1b://h"}}, "is \\x1b://h"},
       {{{"FOREBAY_RANK", "1x"}, {"FOREBAY_SIZE", "4"}}, "FOREBAY_RANK is \"1x\""},

@@ -43,6 +43,9 @@ std::string help_text(const CommandText& command, std::size_t width);
 // --stage?".
 std::string unknown_word_text(const CommandText& command, const std::string& word);
 
+// The parser's message `text` in our words, with a hint at the help of `program`.
+std::string parse_error_text(std::string text, const std::string& program);
+
 // A manual page for man(1).
 std::string manual_page(const CommandText& command);
 
