@@ -1,5 +1,6 @@
 // forebay-gpt: the command line.
 
+#include <fcntl.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -230,12 +231,18 @@ int run(const TrainerOptions& parsed, const std::vector<std::string>& arguments)
 
 int main(int argc, char** argv) {
   using namespace forebay::gpt;
+  const bool output_is_closed = ::fcntl(STDOUT_FILENO, F_GETFD) < 0;
   forebay::keep_standard_streams();
   // A file at its limit (ulimit -f) is then an error that can be told.
   std::signal(SIGXFSZ, SIG_IGN);
   const std::vector<std::string> arguments(argv + 1, argv + argc);
   const ParsedCommand command = parse_command(arguments);
   try {
+    if (output_is_closed && command.options && command.options->generate > 0) {
+      throw forebay::Error(
+          forebay::StatusCode::kInvalidArgument,
+          "--generate writes to standard output, which is closed; open it, or leave the option out");
+    }
     const int exit_code = command.options ? run(*command.options, arguments) : command.exit_code;
     if (exit_code == 0) forebay::throw_if_error(forebay::flush_standard_output());
     return exit_code;

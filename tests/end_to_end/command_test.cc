@@ -135,6 +135,11 @@ TEST_F(Command, FailsWhenStandardOutputCannotBeWritten) {
     EXPECT_EQ(finished.exit_code, 1) << words << finished.output;
     EXPECT_NE(finished.output.find("cannot write to standard output"), std::string::npos) << finished.output;
   }
+  const Finished closed =
+      run_program({"/bin/sh", "-c", "exec " FOREBAY_GPT " --steps 1000000000 --generate 5 >&-"});
+  EXPECT_EQ(closed.exit_code, 1) << closed.output;
+  EXPECT_NE(closed.output.find("--generate writes to standard output, which is closed"), std::string::npos)
+      << closed.output;
   for (const char* words : {"plan --layers 1 --hidden 16", "--version"}) {
     for (const char* output : {">/dev/full", ">&-"}) {
       const Finished finished =

@@ -221,7 +221,7 @@ TEST(PreloadMemory, ThreadsBeyondTheLimitOfStreamsWaitWhenTheyFree) {
 }
 
 TEST(PreloadMemory, AResetMakesTheStreamsOfThreadsAvailableAgain) {
-  PreloadRun run(matter("thread-resets"), "arena", {{"FAKE_CUDA_LATENCY_NS", "100000000"}});
+  PreloadRun run(matter("thread-resets"), "arena", {{"FAKE_CUDA_LATENCY_NS", "1000000000"}});
 
   EXPECT_EQ(run.finished.exit_code, 0) << run.finished.output;
   EXPECT_EQ(run.finished.output, "idle 0\n");
