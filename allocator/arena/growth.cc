@@ -121,6 +121,13 @@ Range* ChunkedArena::unmapped_from_top(std::size_t bytes) {
 Status ChunkedArena::grow(Lock& lock, const Placement& placement, bool freely, Range** grown) {
   Site site;
   if (!choose_site(placement, &site)) return Status(StatusCode::kOutOfMemory, "");
+  const auto here = [&](const Range* range) { return usable_here(range, placement, placement.region); };
+  if (site.begin == site.end) {  // Free neighbours suffice, but find_run has not looked at so many ranges.
+    const Range* first = site.hole->previous;
+    while (here(first->previous)) first = first->previous;
+    *grown = isolate(first->offset, site.hole->offset);
+    return Status();
+  }
   const std::size_t room_bytes = limit_bytes_ - total_.reserved_bytes + spare_bytes_;
   const std::size_t missing_bytes = site.end - site.begin;
   if (missing_bytes > room_bytes) return Status(StatusCode::kOutOfMemory, "");
@@ -143,13 +150,6 @@ Status ChunkedArena::grow(Lock& lock, const Placement& placement, bool freely, R
   }
   if (!grows) return Status(StatusCode::kOutOfMemory, "");
 
-  const auto here = [&](const Range* range) { return usable_here(range, placement, placement.region); };
-  if (site.begin == site.end) {  // Free neighbours suffice, but find_run has not looked at so many ranges.
-    const Range* first = site.hole->previous;
-    while (here(first->previous)) first = first->previous;
-    *grown = isolate(first->offset, site.hole->offset);
-    return Status();
-  }
   const bool from_start = site.begin == site.hole->offset;
   const bool to_end = site.end == site.hole->end();
   Range* target = claim_hole(site.hole, site.begin, site.end);

@@ -30,15 +30,11 @@ std::size_t chosen_limit(PreloadMode mode) {
   const char* limit = std::getenv(kPreloadMemoryVariable);
   std::uint64_t bytes = 0;
   if (mode != PreloadMode::kArena || limit == nullptr || limit[0] == '\0') return 0;
-  if (!parse_bytes(limit, &bytes) || bytes == 0) {
-    log(LogLevel::kWarning, "%s is '%s'; use bytes, such as 24GiB; until then the arena serves nothing",
+  if (!parse_bytes(limit, &bytes) || bytes < kLimitLeast) {
+    log(LogLevel::kWarning,
+        "%s is '%s'; use bytes, at least 2MiB, such as 24GiB; until then the arena serves nothing",
         kPreloadMemoryVariable, limit);
     return 0;
-  }
-  if (bytes < kLimitLeast) {
-    log(LogLevel::kWarning,
-        "%s is '%s', less than one chunk of memory, so every allocation is refused; use bytes, such as 24GiB",
-        kPreloadMemoryVariable, limit);
   }
   return bytes;
 }

@@ -78,20 +78,15 @@ TEST(PreloadMemory, AnInvalidRoomIsReportedAndTheArenaServesNothing) {
   EXPECT_EQ(run.served(PreloadServer::kArena), 0u);
 }
 
+// The last is less than a chunk.
 TEST(PreloadMemory, AnInvalidLimitIsReportedAndTheArenaServesNothing) {
-  const PreloadRun run(matter("info"), "arena", {{"FOREBAY_MEMORY", "plenty"}});
-  EXPECT_NE(run.finished.output.find("FOREBAY_MEMORY is 'plenty'; use bytes"), std::string::npos)
-      << run.finished.output;
-  EXPECT_EQ(run.served(PreloadServer::kArena), 0u);
-}
-
-TEST(PreloadMemory, ALimitOfLessThanAChunkIsReported) {
-  const PreloadRun run(matter("info"), "arena", {{"FOREBAY_MEMORY", "1MiB"}});
-  EXPECT_NE(run.finished.output.find(
-                "FOREBAY_MEMORY is '1MiB', less than one chunk of memory, so every allocation is "
-                "refused; use bytes"),
-            std::string::npos)
-      << run.finished.output;
+  for (const std::string limit : {"plenty", "0", "1MiB"}) {
+    const PreloadRun run(matter("info"), "arena", {{"FOREBAY_MEMORY", limit}});
+    EXPECT_NE(run.finished.output.find("FOREBAY_MEMORY is '" + limit + "'; use bytes, at least 2MiB"),
+              std::string::npos)
+        << run.finished.output;
+    EXPECT_EQ(run.served(PreloadServer::kArena), 0u) << limit;
+  }
 }
 
 TEST(PreloadMemory, AFullDeviceReturnsTheDriversErrorAndServesAfterAFree) {
