@@ -250,8 +250,10 @@ std::int32_t fail(const char* function, std::exception_ptr error) noexcept {
     return failed(function, "the host has no memory for it; free some", StatusCode::kOutOfMemory);
   } catch (const std::length_error&) {
     return failed(function, "a size is larger than any memory; give a smaller one", StatusCode::kOutOfMemory);
-  } catch (const std::system_error& found) {  // A thread cannot be made.
-    return failed(
+  } catch (const std::system_error& found) {
+    if (found.code() != std::errc::resource_unavailable_try_again)
+      return failed(function, found.what(), StatusCode::kInternal);
+    return failed(  // A thread cannot be made.
         function,
         (found.what() + std::string("; the process may have too many threads (ulimit -u) or too few "
                                     "addresses (ulimit -v)"))

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <system_error>
 #include <thread>
 
 #include "tests/api/fixture.h"
@@ -94,6 +95,32 @@ TEST(CApiThreads, AThreadThatExitsInAVisitorLeavesTheEngineUsable) {
         nullptr);
   }).join();
   one.step(1);
+}
+
+TEST(CApiThreads, AThreadThatCannotBeMadeIsNoDefect) {
+  One one;
+  one.commit();
+  const std::int32_t code = forebay_engine_visit(
+      one.engine,
+      [](void*, std::int32_t, std::int32_t, const char*, const float*, std::uint64_t) {
+        throw std::system_error(std::make_error_code(std::errc::resource_unavailable_try_again));
+      },
+      nullptr);
+  EXPECT_EQ(code, FOREBAY_UNAVAILABLE);
+  EXPECT_NE(last_error().find("too many threads (ulimit -u)"), std::string::npos) << last_error();
+}
+
+TEST(CApiThreads, AnotherSystemErrorIsNotTakenForIt) {
+  One one;
+  one.commit();
+  const std::int32_t code = forebay_engine_visit(
+      one.engine,
+      [](void*, std::int32_t, std::int32_t, const char*, const float*, std::uint64_t) {
+        throw std::system_error(std::make_error_code(std::errc::permission_denied));
+      },
+      nullptr);
+  EXPECT_EQ(code, FOREBAY_INTERNAL);
+  EXPECT_EQ(last_error().find("ulimit"), std::string::npos) << last_error();
 }
 
 // The threads of a device and an engine do not exist in a process that was forked.
