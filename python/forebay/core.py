@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import numbers
 import os
 import re
 import subprocess
@@ -646,7 +647,7 @@ def plan(model: Any, ranks: int = 1, **options: Any) -> Report:
     `model`: a torch.nn.Module (on the meta device too), or a Hugging Face config as a dict, an object with
     to_dict(), a JSON text or the path of config.json or of its directory. `options` are those of shard().
     """
-    if not isinstance(ranks, int) or ranks < 1:
+    if not isinstance(ranks, numbers.Integral) or ranks < 1:
         raise InvalidArgument(f"ranks is {ranks!r}; use a whole number of 1 or more")
     if hasattr(model, "named_parameters"):
         from forebay.torch import describe

@@ -126,6 +126,13 @@ TEST_F(Command, WritesIntoAPipeAndDoesNotReplaceIt) {
   EXPECT_TRUE(fs::is_fifo(pipe));
 }
 
+TEST_F(Command, ANumberBeyond64BitsIsNamedAsItWasGiven) {
+  const Finished finished = run_program({FOREBAY_COMMAND, "plan", "--layers", "99999999999999999999"});
+  EXPECT_EQ(finished.exit_code, 2) << finished.output;
+  EXPECT_NE(finished.output.find("99999999999999999999 is no number of 64 bits"), std::string::npos)
+      << finished.output;
+}
+
 TEST_F(Command, FailsWhenStandardOutputCannotBeWritten) {
   for (const char* words : {"--help", "--version",
                             "--layers 1 --hidden 16 --heads 2 --sequence 12 --steps 1 "

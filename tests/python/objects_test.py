@@ -754,9 +754,7 @@ class Simulations(unittest.TestCase):
     def test_mistakes_are_named_as_options_of_python(self):
         with self.assertRaisesRegex(forebay.InvalidArgument, "ranks is 3, which tensor_parallel 2 times pipeline_parallel 1 does not divide"):
             forebay.simulate(GPT2, ranks=3, tensor_parallel=2)
-        with self.assertRaisesRegex(forebay.InvalidArgument, "there is no option overlap"):
-            forebay.simulate(GPT2, overlap=True)
-        with self.assertRaisesRegex(forebay.InvalidArgument, "forebay simulate --help lists"):
+        with self.assertRaisesRegex(forebay.InvalidArgument, "there is no option overlap .forebay simulate --help lists"):
             forebay.simulate(GPT2, overlap=True)
         with self.assertRaisesRegex(forebay.InvalidArgument, 'the config has "model_type": "x"'):
             forebay.simulate({"model_type": "x"})

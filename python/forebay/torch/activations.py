@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import numbers
 import zlib
 from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
@@ -84,7 +85,7 @@ class ActivationOffload:
     def __init__(self, model: nn.Module, tier: str, group: Any, least_bytes: int, passes: int,
                  options: Dict[str, Any]) -> None:
         for name, value, least in (("least_bytes", least_bytes, 0), ("passes", passes, 1)):
-            if not isinstance(value, int) or value < least:
+            if not isinstance(value, numbers.Integral) or value < least:
                 raise InvalidArgument(f"{name} is {value!r}; use a whole number of {least} or more")
         if not (group is None or isinstance(group, core.Communicator) or hasattr(group, "rank")):
             raise InvalidArgument(f"group is {group!r}; give a torch.distributed.ProcessGroup or a forebay.Communicator")

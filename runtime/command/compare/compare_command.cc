@@ -178,7 +178,7 @@ void add_compare_command(CLI::App& app, Action& action) {
       ->default_str("bf16, where the device has it");
   add_value(*command, "--memory", a.memory, "BYTES", "Device memory of a rank")->default_str("the device's");
   const auto list = [&](const char* name, auto& target, const char* type, const char* help) {
-    command->add_option(name, target, help)->type_name(type)->delimiter(',')->group("Settings");
+    add_value(*command, name, target, type, help)->delimiter(',')->group("Settings");
   };
   list("--stage", a.stages, "N,...", "ZeRO stages to try; without it all");
   list("--tensor-parallel", a.tensor_parallel, "N,...", "Without it: powers of two within a host");

@@ -388,7 +388,7 @@ void add_bench_tiers_command(CLI::App& app, Action& action) {
 
   add_model_options(*command, a.model);
   const auto number = [&](const char* name, std::int64_t& target, const char* what) {
-    return command->add_option(name, target, what)->type_name("N");
+    return add_value(*command, name, target, "N", what);
   };
   a.plan_options.push_back(a.model.batch_option);
   a.ranks_option = number("--ranks", a.ranks, "Data-parallel ranks")->capture_default_str();

@@ -19,13 +19,10 @@ bool ActivationArguments::given() const {
 
 void add_activation_options(CLI::App& command, ActivationArguments& arguments) {
   const auto number = [&](const char* name, std::int64_t& target, const char* help) {
-    return command.add_option(name, target, help)
-        ->type_name("N")
-        ->capture_default_str()
-        ->group(kRanksHeading);
+    return add_value(command, name, target, "N", help)->capture_default_str()->group(kRanksHeading);
   };
   const auto text = [&](const char* name, std::string& target, const char* values, const char* help) {
-    return command.add_option(name, target, help)->type_name(values)->group("Activations");
+    return add_value(command, name, target, values, help)->group("Activations");
   };
   arguments.tensor_parallel_option = number("--tensor-parallel", arguments.tensor_parallel,
                                             "Ranks that share every layer, a divisor of --heads: each has "

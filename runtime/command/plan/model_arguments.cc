@@ -28,10 +28,7 @@ bool ModelArguments::has_batch() const {
 
 void add_model_options(CLI::App& command, ModelArguments& arguments) {
   const auto number = [&](const char* name, std::int64_t& target, const char* help) {
-    return command.add_option(name, target, help)
-        ->type_name("N")
-        ->capture_default_str()
-        ->group(kModelHeading);
+    return add_value(command, name, target, "N", help)->capture_default_str()->group(kModelHeading);
   };
   command
       .add_option("--config", arguments.config,

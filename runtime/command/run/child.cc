@@ -18,8 +18,8 @@
 namespace forebay {
 namespace {
 
-// All that another process sends and that would end this one. SIGKILL cannot be passed on; SIGXCPU comes for
-// this process's own time.
+// Signals that other processes send. SIGKILL cannot be passed on, SIGXCPU comes for this process's own time,
+// and SIGSEGV and its kin for its own faults.
 std::vector<int> signals_to_pass() {
   std::vector<int> numbers = {SIGHUP,  SIGINT,    SIGQUIT, SIGTERM, SIGUSR1,  SIGUSR2,  SIGALRM,
                               SIGPROF, SIGVTALRM, SIGIO,   SIGPWR,  SIGWINCH, SIGSTKFLT};

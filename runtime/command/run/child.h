@@ -51,9 +51,9 @@ struct ChildEnd {
 };
 
 // The exit code is the command's own, 128 + n if signal n ended it, 127 if the command does not exist, 126 if
-// it cannot be executed. Signals that would end this process are passed to the command, with the value of
-// sigqueue; SIGKILL and SIGXCPU are not. A signal that the terminal has already sent it is not sent twice.
-// Errors: kInternal if no process can be made.
+// it cannot be executed. Signals are passed to the command, with the value of sigqueue, but for SIGKILL,
+// SIGXCPU, those of faults and those that stop a process. A signal that the terminal has already sent it is
+// not sent twice. Errors: kInternal if no process can be made.
 Result<ChildEnd> run_child(const std::vector<std::string>& command,
                            const std::map<std::string, std::string>& variables, const ChildSignals& signals,
                            const ChildWatch& watch = {});

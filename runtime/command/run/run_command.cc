@@ -455,11 +455,10 @@ constexpr char kFooter[] =
     "  UCX_MEMTYPE_CACHE=n                         for UCX and MPI over it, set unless you have set it\n"
     "and, for forebay run itself, FOREBAY_RUN_REPORT, FOREBAY_RUN_TRACE, FOREBAY_RUN_SNAPSHOT and "
     "FOREBAY_RUN_PAUSE_SIGNAL as the options.\n\n"
-    "Signals that would end forebay run are passed to the command, except SIGKILL and SIGXCPU. Two are not: "
-    "with "
-    "--report, --trace or --snapshot SIGUSR1 (sent to the process of forebay run) writes these outputs at "
-    "once, "
-    "and the signal of --pause-signal pauses.";
+    "Signals are passed to the command, but for SIGKILL, SIGXCPU, those of faults (SIGSEGV, SIGABRT, ...) "
+    "and "
+    "SIGTSTP. Two more are not: with --report, --trace or --snapshot SIGUSR1 (sent to the process of forebay "
+    "run) writes these outputs at once, and the signal of --pause-signal pauses.";
 
 }  // namespace
 
