@@ -282,5 +282,6 @@ if __name__ == "__main__":
             train_with_deepspeed(case["place"], case["stage"], case["bf16"])
         else:
             train_with_torch(case["place"], case["division"])
+        support.leave()
     else:
         support.main()
