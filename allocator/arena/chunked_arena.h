@@ -82,9 +82,11 @@ struct Placement {
   Tag tag = 0;
   bool fixed = false;
   bool stranger = false;
-  bool shares = false;                       // Lies in a chunk with other blocks, if one has room.
-  bool only_shares = false;                  // Is not stitched otherwise.
-  std::uint64_t kind = 0;                    // For StepMemory: the region, and whether the stream changes.
+  bool leaves_rest = false;  // Of its last chunk, and no step known to come again begins with it.
+  bool shares = false;       // Lies in a chunk with other blocks, if one has room.
+  bool only_shares = false;  // Is not stitched otherwise.
+  bool uses_rests = false;   // Shares if there are many rests.
+  std::uint64_t kind = 0;    // For StepMemory: the region, and whether the stream changes.
   std::size_t known = StepMemory::kUnknown;  // The offset of the same point of an earlier step.
 };
 
@@ -383,6 +385,7 @@ class ChunkedArena final : public Arena {
   static const Strategy kStrategies[];
   Range* find_without_growth(Lock& lock, const Placement& placement);
   Outcome serve_by_sharing(Miss& miss);
+  void count_rests();
   Outcome serve_as_learned(Miss& miss);
   Outcome serve_from_free_range(Miss& miss);
   Outcome serve_from_adjacent_ranges(Miss& miss);
@@ -493,6 +496,8 @@ class ChunkedArena final : public Arena {
   Status bad_block(DevicePtr block, const char* verb) const;
   struct FreeMemory;
   FreeMemory count_free(const Placement& placement) const;
+  bool has_many_rests(const Placement& placement) const;
+  bool may_use_rests(const Placement& placement) const;
   Status out_of_memory(const char* what, std::size_t bytes, Tag tag, const Placement& placement,
                        const Status& cause) const;
   std::string never_fits(std::size_t bytes) const;
@@ -571,7 +576,14 @@ class ChunkedArena final : public Arena {
   std::size_t mappings_to_keep_ = 0;  // Stale mappings are kept while there are at most this many in all.
   std::size_t free_count_ = 0;        // Free ranges.
   std::size_t free_bytes_[kRegionCount] = {};
-  std::uint64_t free_changes_ = 1;  // How often a range became free or was taken.
+  std::uint64_t free_changes_ = 1;    // How often a range became free or was taken.
+  std::uint64_t searched_count_ = 0;  // Requests since the latest that had the addresses of an earlier step.
+  // Free memory when it was last counted: parts of chunks that hold blocks, too, and whole chunks.
+  struct Rests {
+    std::uint64_t free_changes = 0;
+    std::size_t bytes = 0;
+    std::size_t whole_bytes = 0;
+  } rests_;
   std::uint32_t stamp_ = 0;
   Shown shown_[kShownMax];  // The latest result of shows_free.
   RangePool pool_;

@@ -13,6 +13,9 @@ namespace {
 // more driver calls.
 constexpr std::size_t kEarlyChunkFraction = 512;
 constexpr std::size_t kLateChunkFraction = 1024;
+// A block of fewer smallest chunks, and of no whole number of them, has smallest ones: a larger one at its
+// end would be kept by it from many others.
+constexpr std::size_t kFewChunks = 8;
 // The bounds of such a chunk.
 constexpr std::size_t kTransientChunkMin = 2_MiB;
 constexpr std::size_t kTransientChunkMax = 128_MiB;
@@ -100,8 +103,9 @@ std::size_t ChunkedArena::handle_bytes_max(const Placement& placement) const {
     const std::size_t part_bytes = held_bytes / (early ? kEarlyChunkFraction : kLateChunkFraction);
     // Powers of two, so that chunks can stand for each other.
     bytes = std::clamp(std::bit_floor(part_bytes), kTransientChunkMin, kTransientChunkMax);
-    const std::size_t block_bytes = placement.bytes / chunk_bytes_ * chunk_bytes_;
-    bytes = std::min(bytes, std::max(block_bytes, kTransientChunkMin));
+    const std::size_t count = placement.bytes / chunk_bytes_;
+    const bool leaves_much = placement.bytes % chunk_bytes_ != 0 && count < kFewChunks;
+    bytes = std::min(bytes, std::max(leaves_much ? chunk_bytes_ : count * chunk_bytes_, kTransientChunkMin));
   }
   bytes = std::min(bytes, handle_bytes_limit_) / chunk_bytes_ * chunk_bytes_;
   return std::max(chunk_bytes_, bytes);

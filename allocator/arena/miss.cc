@@ -130,8 +130,8 @@ void ChunkedArena::limit_mappings(Lock& lock, const Placement& placement) {
 // A free range in no bin for a request that does not have to wait until another thread has mapped memory.
 // Null if there is none. mutex_ held; may release it meanwhile.
 Range* ChunkedArena::find_without_growth(Lock& lock, const Placement& placement) {
-  const bool elsewhere =
-      placement.fixed || placement.shares || (learned_ != nullptr && placement.known != StepMemory::kUnknown);
+  const bool elsewhere = placement.fixed || placement.shares || placement.uses_rests ||
+                         (learned_ != nullptr && placement.known != StepMemory::kUnknown);
   if (elsewhere || !reserve_ranges(lock) || !may_serve(placement.region) ||
       !within_tag_limit(placement.tag, placement.bytes)) {
     return nullptr;
@@ -168,16 +168,24 @@ ChunkedArena::Outcome ChunkedArena::serve_as_learned(Miss& miss) {
 
 // A stitch that begins or ends in a chunk with other blocks. Releases mutex_ meanwhile.
 ChunkedArena::Outcome ChunkedArena::serve_by_sharing(Miss& miss) {
-  if (!miss.placement.shares) return Outcome::kNext;
   Placement placement = miss.placement;
+  if (!placement.shares && !placement.uses_rests) return Outcome::kNext;
   placement.only_shares = true;
   gather(placement, !miss.shared());
+  count_rests();
+  if (!placement.shares && !has_many_rests(placement)) return Outcome::kNext;
   bool addresses_used_up = false;
   const Status status = stitch(miss.lock, placement, &miss.range, &miss.start, &addresses_used_up);
   if (status.ok()) return Outcome::kServed;
   const Outcome outcome = miss.refused(status);
   if (outcome != Outcome::kNext) return outcome;
   return reserve_books(miss.lock, placement.bytes) ? Outcome::kNext : miss.fail(no_books());
+}
+
+// After gather.
+void ChunkedArena::count_rests() {
+  rests_ = {free_changes_, 0, whole_bytes_};
+  for (const Extent& part : parts_) rests_.bytes += part.bytes();
 }
 
 // A free range of any size class, of more ranges than the hot path looks at.
