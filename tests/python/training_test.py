@@ -680,6 +680,11 @@ class OneRank(unittest.TestCase):
         found = forebay.report(model)
         planned = forebay.plan(models.make(), ranks=1, stage=2)
         self.assertEqual(planned["plan"]["bytes"], found["plan"]["bytes"])
+        self.assertEqual({unit["name"] for unit in found["model"]["units"] if not unit["backward_reads_parameters"]},
+                         {"tokens", "positions"})
+        planned = forebay.plan(models.make(), stage=3, resident=["blocks.0"], units="Linear")
+        self.assertEqual([unit["name"] for unit in planned["model"]["units"]][:3], ["model", "tokens", "positions"])
+        self.assertNotIn("blocks.0.up", {unit["name"] for unit in planned["model"]["units"]})
         with torch.device("meta"):
             large = models.GPT(layers=24, width=1024)
         planned = forebay.plan(large, ranks=64, stage=3, dtype="bf16", units=["Block"])
