@@ -307,9 +307,10 @@ class Communicator(_Reported):
         calls = None if self._calls is None else ctypes.addressof(self._calls)
         with Options(**options) as given, _ctrl_c_in_callbacks():
             super().__init__(library().communicator_create, device, given, calls, nccl)
-        self._read_rank()
+        self._read_rank(device)
 
-    def _read_rank(self) -> None:
+    def _read_rank(self, device: Device) -> None:
+        self.device = device
         rank, size = ctypes.c_int32(), ctypes.c_int32()
         library().communicator_rank(self, ctypes.byref(rank), ctypes.byref(size))
         self.rank, self.size = rank.value, size.value
@@ -342,7 +343,7 @@ class LocalGroup(Handle):
         """The communicator of one rank on that rank's own device. Once per rank."""
         made = Communicator.__new__(Communicator)
         Handle.__init__(made, library().local_group_communicator, self, rank, device)
-        made._read_rank()
+        made._read_rank(device)
         return made
 
 

@@ -5,6 +5,7 @@ import json
 import os
 import sys
 import tempfile
+import threading
 import unittest
 
 import support
@@ -220,13 +221,97 @@ class OneRank(unittest.TestCase):
         y.exp().sum().backward()  # Autograd saves this outside of the model.
         self.assertEqual(y.grad.sum().item(), y.exp().sum().item())
 
+    def test_what_waits_off_the_device(self):
+        """Tensors of `least_bytes` and of half of their storage at least, but no weights and no buffers."""
+        class Keep(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x, *kept):
+                ctx.save_for_backward(*kept)
+                return x * 1
+
+            @staticmethod
+            def backward(ctx, gradient):
+                return (gradient, *[None for _ in ctx.saved_tensors])
+
+        class Keeps(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.line = nn.Linear(16, 512)
+                self.register_buffer("table", torch.ones(4096))
+
+            def forward(self, x):
+                return Keep.apply(self.line(x), self.table, torch.zeros(256), torch.zeros(255), torch.zeros(1024)[:512],
+                                  torch.zeros(2048)[:1023]).sum()
+
+        model = Keeps()
+        with forebay.offload_activations(model, least_bytes=1024) as offload:
+            for _ in range(2):
+                model(torch.ones(2, 16)).backward()
+            self.assertEqual(offload.sizes, [1024, 4096])
+            self.assertEqual(offload.report()["statistics"]["save_count"], 2)
+
+    def test_as_many_passes_as_it_is_told_wait_off_the_device(self):
+        model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+        for passes in (1, 2, 3):
+            with forebay.offload_activations(model, least_bytes=256, passes=passes) as offload:
+                model(torch.ones(8, 64)).sum().backward()
+                sum(model(torch.ones(8, 64)).sum() for _ in range(3)).backward()
+                self.assertEqual(offload.report()["statistics"]["save_count"], passes * len(offload.sizes))
+
     def test_removed(self):
         model = models.make()
-        with forebay.offload_activations(model, least_bytes=256):
+        with forebay.offload_activations(model, least_bytes=256) as offload:
             model(*models.batch(0, 0)).backward()
             model(*models.batch(0, 0)).backward()
+        with self.assertRaisesRegex(forebay.InvalidArgument, "null"):
+            offload.report()  # Its memory was given back.
         self.assertEqual(len(model._forward_hooks), 0)
         model(*models.batch(0, 0)).backward()
+
+
+class Threads(unittest.TestCase):
+    """Ranks as threads, which meet in a communicator of the program."""
+
+    def trained(self, layers, differ=False, steps=3):
+        """For each rank, with a model of so many layers: an error's text, or the bytes on the host and the number of saves.
+
+        `differ`: the last rows of each rank's batch are its own.
+        """
+        results = [None] * len(layers)
+
+        def run(rank):
+            device = forebay.Device()
+            with group.communicator(rank, device) as ranks:
+                torch.manual_seed(0)
+                model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(layers[rank])))
+                x = torch.cat([torch.ones(48, 64), torch.full((16, 64), rank / 4 if differ else 1.0)])
+                with forebay.offload_activations(model, group=ranks, least_bytes=256) as offload:
+                    try:
+                        for _ in range(steps):
+                            model(x).sum().backward()
+                        found = offload.report()
+                        results[rank] = found["plan"]["host_bytes"], found["statistics"]["save_count"]
+                    except forebay.Error as error:
+                        results[rank] = f"{type(error).__name__} {error}"
+
+        with forebay.LocalGroup(len(layers), deadline=60000) as group:
+            threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(layers))]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        return results
+
+    def test_ranks_that_save_other_numbers_of_activations_are_refused(self):
+        for text in self.trained([2, 2, 1]):
+            self.assertRegex(text, r"InvalidArgument the tensor-parallel ranks save \[2, 3\] activations in one pass")
+
+    def test_activations_that_differ_in_their_last_rows_are_not_shared(self):
+        [(size, saves)] = self.trained([2])
+        self.assertEqual(self.trained([2, 2, 2], differ=True), [(size, saves)] * 3)
+        for part, count in self.trained([2, 2, 2]):
+            self.assertEqual(count, saves)
+            self.assertLess(part, 0.4 * size)
 
 
 class SeveralRanks(unittest.TestCase):

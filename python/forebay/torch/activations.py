@@ -95,7 +95,8 @@ class ActivationOffload:
         self.least_bytes, self.passes, self.options = least_bytes, passes, options
         self.device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
         self.checkpointer: Optional[core.Checkpointer] = None
-        self.copier = core.Device("host" if self.device.type == "cpu" else f"cuda:{self.device.index or 0}")
+        self.copier = group.device if isinstance(group, core.Communicator) else core.Device(
+            "host" if self.device.type == "cpu" else f"cuda:{self.device.index or 0}")
         self.sizes: List[int] = []  # By slot, from the first pass.
         self.sums: List[int] = []
         self.current: Optional[_Pass] = None
