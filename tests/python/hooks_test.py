@@ -4,6 +4,7 @@ Losses, norms, evaluations and weights equal plain torch bit for bit, because th
 """
 
 import copy
+import dataclasses
 import faulthandler
 import gc
 import pickle
@@ -150,6 +151,70 @@ class EqualsPlainTorch(unittest.TestCase):
     def test_every_leaf_a_unit(self):
         self.compare(units=[nn.Linear, nn.LayerNorm, nn.Embedding])
 
+    def test_units_by_one_name_class_or_module(self):
+        for units in ("Block", models.Block):
+            self.assertEqual(len(self.compare(units=units)._forebay.units), 7)
+        model = models.make()
+        self.assertEqual([unit.name for unit in sharded(model, units=model.blocks[1].up)._forebay.units if "blocks.1" in unit.name],
+                         [f"blocks.1.{name}" for name in ("norm1", "norm2", "qkv", "out", "up", "down")])
+
+    def test_lists_within_lists_make_no_units(self):
+        def block():
+            made = nn.Module()
+            made.line, made.experts = nn.Linear(2, 2), nn.ModuleList(nn.Linear(2, 2) for _ in range(4))
+            return made
+
+        model = nn.Module()
+        model.blocks = nn.ModuleList(block() for _ in range(3))
+        self.assertEqual([unit.name for unit in sharded(model)._forebay.units], ["blocks.0", "blocks.1", "blocks.2"])
+
+    def test_a_module_that_returns_a_dataclass(self):
+        @dataclasses.dataclass
+        class Output:
+            hidden: torch.Tensor
+            others: list
+
+        class Part(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.line = nn.Linear(4, 4)
+
+            def forward(self, x):
+                h = torch.tanh(self.line(x))
+                return Output(h, [h * 2, None])
+
+        class Whole(nn.Module):
+            def __init__(self):
+                super().__init__()
+                torch.manual_seed(0)
+                self.parts = nn.ModuleList(Part() for _ in range(2))
+
+            def forward(self, x):
+                first = self.parts[0](x)
+                return self.parts[1](first.hidden + first.others[0]).hidden.square().sum()
+
+        results = []
+        for is_sharded in (False, True):
+            model = Whole()
+            optimizer = adamw(sharded(model)) if is_sharded else plain_adamw(model)
+            for _ in range(3):
+                model(torch.ones(2, 4)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            results.append(model.state_dict())
+        for name, value in results[0].items():
+            self.assertTrue(torch.equal(results[1][name], value), name)
+
+    def test_evaluation_under_autocast(self):
+        plain, model = models.make(), models.make()
+        adamw(sharded(model))
+        losses = []
+        for one in (plain, model):
+            with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+                losses.append(one(*models.batch(0, 0)).item())
+        self.assertEqual(*losses)
+        model._forebay.guard.leave()
+
 
 class OverFakes:
     """Results are the same bit for bit."""
@@ -207,6 +272,14 @@ class Values(unittest.TestCase):
         with self.assertRaisesRegex(RuntimeError, r'(?s)norm\.weight.*extra.*size mismatch for norm\.bias'):
             model.load_state_dict(wrong)
 
+    def test_values_of_another_type_and_in_another_order_of_elements(self):
+        plain, model = models.make(seed=5), models.make()
+        adamw(sharded(model))
+        model.load_state_dict({name: value.double().t().contiguous().t() if value.dim() == 2 else value.double()
+                               for name, value in plain.state_dict().items()})
+        for name, value in plain.state_dict().items():
+            self.assertTrue(torch.equal(model.state_dict()[name], value), name)
+
     def test_gathered_gives_all_values(self):
         plain, model = models.make(), models.make()
         adamw(sharded(model))
@@ -239,6 +312,11 @@ class Refusals(unittest.TestCase):
         with self.assertRaisesRegex(forebay.Unsupported, "create_graph"):
             model(*models.batch(0, 0)).backward(create_graph=True)
         optimizer.zero_grad()
+        with self.assertRaisesRegex(forebay.Unsupported, r"add_param_group\(\) after the optimizer was made"):
+            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+        for call in (forebay.digest, forebay.report, lambda model: forebay.save(model, "/nowhere")):
+            with self.assertRaisesRegex(forebay.InvalidArgument, "this GPT is not sharded; call forebay.shard"):
+                call(models.make())
         model(*models.batch(0, 0)).backward()
         with self.assertRaisesRegex(forebay.Unsupported, "shards"):
             model.norm.weight.grad.add_(1)
@@ -273,6 +351,49 @@ class Refusals(unittest.TestCase):
             with self.assertRaisesRegex(forebay.InvalidArgument, r"(SGD|AdamW)\.step\(\).*forebay\.wrap"):
                 optimizer.step()
             model._forebay.guard.leave()
+
+    def test_gradients_that_have_no_place(self):
+        model = nn.Sequential(nn.Embedding(4, 4, sparse=True), nn.Linear(4, 4))
+        optimizer = adamw(sharded(model))
+        with self.assertRaisesRegex(forebay.Unsupported, r"gradient of 0\.weight is sparse; make the embedding"):
+            model(torch.arange(4)).sum().backward()
+        optimizer.zero_grad()
+        model._forebay.guard.leave()
+        model = models.make()
+        optimizer = adamw(sharded(model))
+        model.norm.weight.requires_grad_(False)
+        model(*models.batch(0, 0)).backward()
+        model.norm.weight.requires_grad_(True)
+        with self.assertRaisesRegex(forebay.Unsupported, r"requires_grad of norm\.weight was switched on between the backward"):
+            model(*models.batch(0, 0)).backward()
+        model._forebay.guard.leave()
+
+    def test_factors_of_gradients(self):
+        model = models.make()
+        optimizer = adamw(sharded(model))
+
+        def backward():
+            optimizer.zero_grad()
+            model(*models.batch(0, 0)).backward()
+
+        backward()
+        model.norm.weight.grad.mul_(0.5)
+        with self.assertRaisesRegex(forebay.Unsupported, "some gradients were scaled by other factors than the rest"):
+            optimizer.step()
+        backward()
+        for p in model.parameters():
+            p.grad.mul_(float("inf"))
+        with self.assertRaisesRegex(forebay.InvalidArgument, "scaled by inf, and their norm is finite"):
+            optimizer.step()
+        for order in (1, float("inf")):
+            with self.assertRaisesRegex(forebay.Unsupported, "the norm of order .* of a sharded gradient; only order 2"):
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, norm_type=order)
+        backward()
+        for p in model.parameters():
+            p.grad.mul_(0.0)
+        optimizer.step()
+        self.assertIsNone(optimizer.grad_norm)  # Zero times a norm says nothing of it.
+        model._forebay.guard.leave()
 
     def test_gradients_that_the_program_changed(self):
         model = models.make()
@@ -341,6 +462,22 @@ class Refusals(unittest.TestCase):
         model.norm.bfloat16()
         with self.assertRaisesRegex(forebay.InvalidArgument, r"norm\.weight is torch\.bfloat16"):
             sharded(model)
+        self.assertEqual(sharded(model, dtype=torch.bfloat16)._forebay.options["dtype"], "bf16")
+        with self.assertRaisesRegex(forebay.InvalidArgument, "parameter weight is torch.float64; use fp32, bf16 or fp16"):
+            sharded(nn.Linear(2, 2).double())
+        with self.assertRaisesRegex(forebay.InvalidArgument, "dtype is int8; use fp32, bf16 or fp16"):
+            sharded(nn.Linear(2, 2), dtype="int8")
+        with self.assertRaisesRegex(forebay.InvalidArgument, "no floating-point parameters; there is nothing to shard"):
+            sharded(nn.ReLU())
+        model = nn.Linear(2, 2)
+        model.empty = nn.Parameter(torch.empty(0, dtype=torch.float64))
+        sharded(model)
+
+    def test_models_that_the_engine_cannot_hold(self):
+        with self.assertRaisesRegex(forebay.InvalidArgument, "the model has max_norm"):
+            sharded(nn.EmbeddingBag(4, 2, max_norm=1.0))
+        with self.assertRaisesRegex(forebay.Unsupported, "find_non_finite: its finding does not reach Python"):
+            sharded(models.make(), find_non_finite=True)
 
 
 class Warnings(unittest.TestCase):
@@ -390,6 +527,30 @@ class Warnings(unittest.TestCase):
         [text] = self.said(body)
         self.assertRegex(text, "the norm of one gradient.*not known")
 
+    @unittest.skipUnless(hasattr(nn.utils, "get_total_norm"), "this PyTorch has no get_total_norm()")
+    def test_the_norm_of_all_gradients(self):
+        model = models.make()
+        optimizer = adamw(sharded(model))
+
+        def body():
+            model(*models.batch(0, 0)).backward()
+            norm = nn.utils.get_total_norm([p.grad for p in model.parameters()])
+            optimizer.step()
+            optimizer.zero_grad()
+            self.assertAlmostEqual(norm.item(), optimizer.grad_norm, places=5)
+        self.assertEqual(self.said(body), [])
+
+    def test_a_state_dict_without_moments(self):
+        model = models.make()
+        optimizer = adamw(sharded(model))
+        self.assertEqual(self.said(optimizer.state_dict), [])
+        model(*models.batch(0, 0)).backward()
+        optimizer.step()
+        for text in self.said(optimizer.state_dict):
+            self.assertRegex(text, r"has no moments: they lie in shards\. forebay\.save")
+        self.assertEqual(len(self.said(optimizer.state_dict)), 3)
+        model._forebay.guard.leave()
+
 
 class Optimizers(unittest.TestCase):
     def test_the_arguments_of_torch(self):
@@ -413,6 +574,8 @@ class Optimizers(unittest.TestCase):
         for make, values, message in (
                 (forebay.AdamW, {"lr": -1}, "lr is -1; use a number of 0 or more"),
                 (forebay.AdamW, {"lr": float("nan")}, "lr is nan"),
+                (forebay.AdamW, {"lr": float("inf")}, "lr is inf"),
+                (forebay.AdamW, {"eps": float("inf")}, "eps is inf"),
                 (forebay.AdamW, {"lr": "fast"}, "lr is 'fast'"),
                 (forebay.SGD, {"weight_decay": -0.1}, "weight_decay is -0.1; use a number of 0 or more"),
                 (forebay.SGD, {"momentum": 1}, "momentum is 1; use a number of 0 or more, below 1"),
@@ -441,11 +604,13 @@ class Optimizers(unittest.TestCase):
             model._forebay.guard.leave()
             return made.rule
 
+        self.assertEqual(rule_of(torch.optim.Adam, decoupled_weight_decay=True), "adamw")
         self.assertEqual([rule_of(torch.optim.AdamW), rule_of(torch.optim.Adam, weight_decay=0.1),
                           rule_of(torch.optim.SGD, lr=1.0, momentum=0.9), rule_of(Lion, cautious_factor=1.0)],
                          ["adamw", "adam", "sgd", "lion"])
         refused = [(torch.optim.SGD, {"lr": 1.0, "momentum": 0.9, "nesterov": True}),
-                   (torch.optim.SGD, {"lr": 1.0, "dampening": 0.1}), (torch.optim.Adam, {"amsgrad": True}),
+                   (torch.optim.SGD, {"lr": 1.0, "dampening": 0.1}), (torch.optim.AdamW, {"maximize": True}),
+                   (torch.optim.Adam, {"amsgrad": True}),
                    (Lion, {"cautious_factor": 0.5})]
         if hasattr(torch.optim, "Adafactor"):  # Since PyTorch 2.5.
             self.assertEqual(rule_of(torch.optim.Adafactor), "adafactor")
@@ -455,6 +620,53 @@ class Optimizers(unittest.TestCase):
                 rule_of(kind, **values)
         with self.assertRaisesRegex(forebay.Unsupported, "Lion cannot run in shards"):
             rule_of(Lion, eight_bit=True)
+
+    def test_the_defaults_are_those_of_torch(self):
+        def made(make, *given):
+            model = sharded(models.make(layers=1))
+            with mock.patch.object(Sharded, "make_engine", lambda self: FakeEngine()):
+                optimizer = make(model, *given)
+            model._forebay.guard.leave()
+            return optimizer.defaults
+
+        for name in ("AdamW", "Adam", "SGD", "Adafactor", "Muon"):
+            if hasattr(torch.optim, name):
+                expected = getattr(torch.optim, name)([nn.Parameter(torch.ones(2, 2))]).defaults
+                found = made(getattr(forebay, name))
+                shared = found.keys() & expected.keys() - ({"eps"} if name == "Muon" else set())  # That of AdamW here.
+                self.assertIn("weight_decay", shared)
+                self.assertEqual({key: found[key] for key in shared}, {key: expected[key] for key in shared}, name)
+        self.assertEqual(made(forebay.Lion), {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0})
+
+    def test_an_optimizer_that_belongs_elsewhere(self):
+        first, second = sharded(models.make()), sharded(models.make())
+        for params in ([*first.parameters(), *second.parameters()], nn.Linear(2, 2).parameters()):
+            with self.assertRaisesRegex(forebay.InvalidArgument, "parameters are not those of one sharded model; call"):
+                adamw(params)
+        with self.assertRaisesRegex(forebay.InvalidArgument, r"shape \[3\] in the optimizer does not belong to the sharded"):
+            adamw(first, params=[*first.parameters(), nn.Parameter(torch.ones(3))])
+        plain = models.make()
+        optimizer = torch.optim.AdamW(plain.parameters())
+        plain(*models.batch(0, 0)).backward()
+        optimizer.step()
+        sharded(plain)
+        with self.assertRaisesRegex(forebay.InvalidArgument, "has made a step, and its moments cannot move; wrap it before"):
+            forebay.wrap(optimizer)
+
+    def test_a_closure_has_gradients(self):
+        results = []
+        for is_sharded in (False, True):
+            model = models.make()
+            optimizer = adamw(sharded(model)) if is_sharded else plain_adamw(model)
+
+            def closure():
+                optimizer.zero_grad()
+                loss = model(*models.batch(0, 0))
+                loss.backward()
+                return loss
+            with torch.no_grad():
+                results.append([optimizer.step(closure).item() for _ in range(3)])
+        self.assertEqual(*results)
 
     def test_what_muon_refuses(self):
         def muon(groups, **values):
@@ -475,6 +687,9 @@ class Optimizers(unittest.TestCase):
             muon(lambda model: [{"params": list(model.parameters())}])
         with self.assertRaisesRegex(forebay.Unsupported, "adjust_lr_fn is spectral_unclamped; use original"):
             muon(apart, adjust_lr_fn="spectral_unclamped")
+        with self.assertRaisesRegex(forebay.Unsupported, "adjust_lr_fn is None and original; use .* the same for all parameter"):
+            muon(lambda model: [{"params": [p], **({"adjust_lr_fn": "original"} if i else {})} if p.dim() == 2 else
+                                {"params": [p], "use_muon": False} for i, p in enumerate(model.parameters())])
         with self.assertRaisesRegex(forebay.Unsupported, "nesterov=False; forebay updates by plain Muon"):
             muon(apart, nesterov=False)
         with self.assertRaisesRegex(forebay.Unsupported, "ns_steps=3; forebay"):
@@ -482,6 +697,14 @@ class Optimizers(unittest.TestCase):
         with self.assertRaisesRegex(forebay.Unsupported, "AdamW and AdamW over one model"):
             model = sharded(models.make())
             forebay.wrap(torch.optim.AdamW(model.parameters()), torch.optim.AdamW(model.parameters()))
+        with mock.patch.object(Sharded, "make_engine", lambda self: FakeEngine()):
+            for first, same, other in (("match_rms_adamw", None, "original"), (None, "original", "match_rms_adamw")):
+                model = sharded(models.make())
+                forebay.Muon(model, adjust_lr_fn=first)
+                forebay.Muon(model, adjust_lr_fn=same)
+                with self.assertRaisesRegex(forebay.InvalidArgument, f"adjust_lr_fn is {other}, and .* had another optimizer"):
+                    forebay.Muon(model, adjust_lr_fn=other)
+                model._forebay.guard.leave()
 
 
 class Reader(nn.Module):
@@ -546,6 +769,61 @@ class Guard(unittest.TestCase):
         with torch.no_grad():
             model(*models.batch(1, 0))
         self.assertIsNone(model._forebay.guard.mode)
+
+    def test_reads_of_the_shape_only_are_none(self):
+        model = models.make()
+        adamw(sharded(model))
+        weight = model.norm.weight.detach()
+        self.assertEqual([made.shape for made in (weight.new_empty(3), weight.new_zeros(2, 2), torch.ones_like(weight), weight[1:])],
+                         [(3,), (2, 2), (32,), (31,)])
+        model._forebay.guard.leave()
+
+    def test_the_first_evaluation_is_checked_after_the_steps(self):
+        class Evaluated(Reader):
+            def forward(self, x):
+                return super().forward(x) if not self.training else self.second(self.first(x)).sum()
+
+        for stage_checks in (None, False):
+            plain, model = Evaluated(), Evaluated()
+            model.load_state_dict(plain.state_dict())
+            optimizer, expected = adamw(sharded(model, check=stage_checks)), plain_adamw(plain)
+            for _ in range(3):
+                for one, made in ((plain, expected), (model, optimizer)):
+                    one(torch.ones(2, 4)).backward()
+                    made.step()
+                    made.zero_grad()
+            with torch.no_grad(), self.assertWarnsRegex(UserWarning, "unit second stays gathered"):
+                self.assertEqual(model.eval()(torch.ones(2, 4)), plain.eval()(torch.ones(2, 4)))
+            self.assertIsNone(model._forebay.guard.mode)
+
+    def test_all_passes_are_checked_where_it_is_told_so(self):
+        for evaluates in (False, True):
+            model = Reader()
+            optimizer = adamw(sharded(model, check=True, units=["Linear"]))
+            model.forward = lambda x: model.second(model.first(x)).sum()
+            for _ in range(3):
+                model(torch.ones(2, 4)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                with torch.no_grad():
+                    model(torch.ones(2, 4))
+            del model.forward
+            with torch.set_grad_enabled(not evaluates), self.assertWarnsRegex(UserWarning, "unit second stays gathered"):
+                model(torch.ones(2, 4))
+            model._forebay.guard.leave()
+
+    def test_a_write_to_an_output_argument_is_refused(self):
+        class Writes(nn.Linear):
+            def forward(self, x):
+                with torch.no_grad():
+                    torch.zeros((4, 4), out=self.weight)
+                return super().forward(x)
+
+        model = nn.Sequential(Writes(4, 4))
+        adamw(sharded(model))
+        with self.assertRaisesRegex(forebay.InvalidArgument, r"writes 0\.weight within a pass"):
+            model(torch.ones(2, 4))
+        model._forebay.guard.leave()
 
     def test_it_finds_no_reads_between_steps_where_it_is_told_so(self):
         model = models.make()

@@ -118,8 +118,12 @@ class Optimizer(torch.optim.Optimizer):
         if len(rates) > 1 or not rates <= {None, *_RATES}:
             raise Unsupported(f"adjust_lr_fn is {' and '.join(sorted(map(str, rates)))}; use original or match_rms_adamw, the "
                               "same for all parameter groups")
-        if rates and self.sharded.engine is None and rates != {None}:
-            self.sharded.options["muon_rate"] = _RATES[rates.pop()]
+        rate = _RATES.get(next(iter(rates), None))
+        if rate is not None and self.sharded.engine is None:
+            self.sharded.options["muon_rate"] = rate
+        elif rate is not None and self.sharded.rule == "muon" and self.sharded.options.get("muon_rate", "original") != rate:
+            raise InvalidArgument(f"adjust_lr_fn is {matrices[0]['adjust_lr_fn']}, and the model was used, or had another optimizer, "
+                                  "with the other rate; make one optimizer right after shard()")
 
     def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:
         loss = None
