@@ -75,6 +75,17 @@ class TableOfFunctions(unittest.TestCase):
             self.assertEqual([m.group(1) or m.group(2) for m in fields], [field for field, _ in mirror._fields_])
 
 
+class Arguments(unittest.TestCase):
+    def test_whole_numbers_reach_c_up_to_the_ends_of_their_types(self):
+        call = _library._with_checked_arguments("name", lambda *numbers: numbers, "ilu")
+        for ends, beyond in (((-2**31, 0, 0), -1), ((2**31 - 1, 2**32 - 1, 2**64 - 1), 1)):
+            self.assertEqual(call(*ends), ends)
+            for i in range(3):
+                numbers = [*ends[:i], ends[i] + beyond, *ends[i + 1:]]
+                with self.assertRaisesRegex(forebay.InvalidArgument, f"^forebay_name: {numbers[i]} was given"):
+                    call(*numbers)
+
+
 class Syntax(unittest.TestCase):
     def test_it_is_that_of_python_3_9(self):
         for file in (ROOT / "python" / "forebay").rglob("*.py"):

@@ -4,6 +4,7 @@ import array
 import ctypes
 import os
 import pathlib
+import subprocess
 import sys
 import tempfile
 import threading
@@ -41,9 +42,24 @@ class Options(unittest.TestCase):
             forebay.Options(zzzzz=3)
         with self.assertRaisesRegex(forebay.InvalidArgument, "stage"):
             forebay.Options(stage=7)
+        with forebay.Device() as device, forebay.LocalGroup(1) as group:
+            ranks = group.communicator(0, device)
+            for make in (lambda **options: forebay.Device("host", **options), lambda **options: forebay.Arena(device, **options),
+                         lambda **options: forebay.PinnedPool(device, **options), lambda **options: forebay.LocalGroup(1, **options),
+                         lambda **options: forebay.Communicator(device, rank=0, size=1, **options),
+                         lambda **options: forebay.Engine(**options), lambda **options: forebay.Engine(device, ranks, **options),
+                         lambda **options: forebay.Checkpointer(device, ranks, **options)):
+                with self.assertRaisesRegex(forebay.InvalidArgument, "did you mean deadline"):
+                    make(dedline=5)
         # C would take the text before the zero byte.
         with self.assertRaisesRegex(forebay.InvalidArgument, "zero byte"):
             forebay.Options(store="/tmp\0/other")
+
+    def test_the_environment_of_a_launcher_is_read(self):
+        launched = {"RANK": "2", "WORLD_SIZE": "6", "LOCAL_RANK": "1", "FOREBAY_STORE": "/somewhere"}
+        with forebay.Options() as options, mock.patch.dict("os.environ", launched):
+            options.read_environment()
+            self.assertEqual([options.get(name) for name in ("rank", "size", "local_rank")], ["2", "6", "1"])
 
 
 class Store(unittest.TestCase):
@@ -92,6 +108,19 @@ class Store(unittest.TestCase):
 
         with core.Device("host") as device, self.assertRaises(KeyboardInterrupt):
             core.Communicator(device, Waits(), rank=0, size=2, join_deadline=20000)
+
+    def test_ctrl_c_in_a_callback_is_raised_after_the_call(self):
+        raised = [KeyboardInterrupt, ValueError]
+        body = mock.Mock(side_effect=raised)
+        call = ctypes.CFUNCTYPE(None)(body)
+        with mock.patch("sys.unraisablehook") as printed:
+            with self.assertRaises(KeyboardInterrupt), core._ctrl_c_in_callbacks():
+                call()
+            self.assertIs(sys.unraisablehook, printed)
+            printed.assert_not_called()
+            with core._ctrl_c_in_callbacks():
+                call()
+            self.assertIs(printed.call_args.args[0].exc_type, ValueError)
 
     def test_a_store_that_raises_does_not_work(self):
         calls = core._StoreCalls(object())
@@ -197,6 +226,11 @@ class Memory(unittest.TestCase):
                 arena.allocate(1 << 21, tag=tag)
             arena.free(block)
             self.assertEqual(arena.number("live_bytes"), 0)
+        with forebay.Device("host", device_memory=1 << 28) as device, forebay.Arena(device) as arena:
+            arena.free(arena.allocate(1 << 20, core.NO_STREAM), core.NO_STREAM)
+            held = arena.number("reserved_bytes")
+            self.assertGreater(held, 0)
+            self.assertEqual((arena.trim(), arena.number("reserved_bytes")), (held, 0))
 
     def test_copies_and_fills_run_on_a_stream(self):
         with forebay.Device() as device, forebay.Arena(device) as arena, forebay.PinnedPool(device) as pool:
@@ -230,6 +264,9 @@ class Memory(unittest.TestCase):
             arena.pause(pausable)
             arena.resume(pausable)
             self.assertEqual(ctypes.string_at(block, 1 << 16), bytes([7]) * (1 << 16))
+            arena.pause(pausable, keep=False)
+            arena.resume(pausable)
+            self.assertNotEqual(ctypes.string_at(block, 1 << 16), bytes([7]) * (1 << 16))
             arena.free(block)
             peak = arena.number("peak_live_bytes")
             arena.reset_peaks()
@@ -342,6 +379,16 @@ class Handles(unittest.TestCase):
             options.close()
             del options
             self.assertEqual(destroy.call_count, 2)
+
+    def test_those_that_are_left_are_given_back_before_the_interpreter_ends(self):
+        program = ("import atexit, sys\n"
+                   "atexit.register(lambda: print(options._as_parameter_.value))\n"  # Runs after those registered later.
+                   "import forebay\n"
+                   "options = forebay.Options()\n"
+                   "print(options._as_parameter_.value is None)")
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True,
+                              env={**os.environ, "PYTHONPATH": str(support.ROOT / "python")})
+        self.assertEqual(done.stdout.split(), ["False", "None"])
 
 
 def train(rank, group, stage, offload, seen, steps=3):
@@ -663,6 +710,9 @@ class Machine(unittest.TestCase):
             with mock.patch.dict("os.environ"):
                 os.environ.pop("FOREBAY_COMMAND", None)
                 self.assertEqual(_library.command(), str(pathlib.Path(_library.__file__).with_name("lib") / "forebay"))
+        with mock.patch.object(pathlib.Path, "exists", return_value=False), mock.patch.dict("os.environ"):
+            os.environ.pop("FOREBAY_COMMAND", None)
+            self.assertEqual(_library.command(), "forebay")  # The system searches it.
 
     def test_a_library_of_another_abi_or_of_fewer_functions_is_refused(self):
         path = _library.library().path
@@ -688,6 +738,23 @@ class Plans(unittest.TestCase):
             engine.add_parameter(unit, "frozen", 1 << 20, flags=core.FROZEN)
             frozen = 4 if dtype == "fp32" else 2
             self.assertRegex(str(engine.report()), f"\n  without sharding +{3 * size + frozen:.1f}\n")
+
+    def test_the_summary_has_each_place_that_holds_memory(self):
+        report = core.Report(
+            options={"dtype": "bf16", "optimizer": "adamw", "stage": 2, "offload": "optimizer"}, model={"units": [
+                {"parameters": [{"count": 1 << 20, "frozen": False}]}]},
+            plan={"ranks": 3, "bytes": {"total": 5 << 20}, "host": {"total": 7 << 20}, "files": {"total": 0}},
+            statistics={"peak": {"total": 6 << 20}, "host_bytes": 8 << 20, "file_bytes": 9 << 20})
+        lines = ["1,048,576 parameters in bf16, ranks: 3, ZeRO stage 2, offload optimizer",
+                 "memory of a rank, MiB    planned  measured",
+                 "  without sharding          16.0",
+                 "  device                     5.0       6.0",
+                 "  host                       7.0       8.0"]
+        self.assertEqual(str(report).splitlines(), lines)
+        report["plan"]["files"]["total"] = 1 << 19
+        self.assertEqual(str(report).splitlines(), [*lines, "  files                      0.5       9.0"])
+        del report["statistics"]
+        self.assertEqual(str(report).splitlines()[-1], "  files                      0.5")
 
     def test_a_config_is_planned_without_a_device(self):
         whole = forebay.plan(GPT2, ranks=8, stage=0)
