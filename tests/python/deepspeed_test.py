@@ -5,6 +5,7 @@ import os
 import tempfile
 import unittest
 import warnings
+from unittest import mock
 
 import support
 
@@ -100,6 +101,8 @@ class Keys(unittest.TestCase):
         self.assertEqual(made.options, {"stage": 3, "micro_steps": 4})
         self.refused({"zero_optimization": {"stage": 2.7}}, "stage is 2.7", "whole number")
         self.refused({"gradient_accumulation_steps": 1.5}, "gradient_accumulation_steps is 1.5")
+        for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+            self.refused({"train_batch_size": 8, "train_micro_batch_size_per_gpu": 4, name: 0}, f"{name} is 0", "from 1")
         self.refused({"train_batch_size": 32, "train_micro_batch_size_per_gpu": 5}, "ranks are 30")
         self.refused({"train_batch_size": "32", "train_micro_batch_size_per_gpu": 5, "gradient_accumulation_steps": 2},
                      "ranks are 10")
@@ -111,7 +114,46 @@ class Keys(unittest.TestCase):
         self.assertEqual((made["loss_scale"], made["loss_scale_growth_interval"], made["loss_scale_minimum"]),
                          (4096.0, 50, 4.0))
         made = deepspeed.understand({"fp16": {"enabled": True, "loss_scale": 128}}).options
-        self.assertEqual((made["loss_scale"], made["loss_scale_minimum"]), (128.0, 128.0))
+        self.assertEqual((made["loss_scale"], made["loss_scale_minimum"], made["loss_scale_growth_interval"]),
+                         (128.0, 128.0, 2**31 - 1))
+        self.assertEqual(deepspeed.understand({"fp16": {"enabled": True}}).options, {
+            "stage": 0, "dtype": "fp16", "loss_scale": 65536.0, "loss_scale_growth_interval": 1000, "loss_scale_minimum": 1.0})
+        self.refused({"fp16": {"enabled": True, "loss_scale_window": 0}}, "loss_scale_window is 0", "from 1")
+
+    def test_options_of_zero(self):
+        def understood(**zero):
+            found = deepspeed.understand({"zero_optimization": {"stage": 3, **zero}}).options
+            return {name: value for name, value in found.items() if name != "stage"}
+        self.assertEqual(understood(overlap_comm=False), {"overlap": False})
+        self.assertEqual(understood(zero_hpz_partition_size=4), {"order": "group:4", "shard_within": "group"})
+        self.assertEqual(understood(zero_hpz_partition_size=1), {})
+        self.assertEqual(understood(offload_optimizer={"device": "cpu", "ratio": 0.5}),
+                         {"offload": "optimizer", "offload_fraction": 0.5})
+        self.assertEqual(understood(offload_param={"device": "nvme", "nvme_path": "/local"}),
+                         {"offload": "optimizer+parameters", "offload_tier": "nvme:/local"})
+        cpu, nvme = {"device": "cpu"}, {"device": "nvme", "nvme_path": "/local"}
+        for zero, *words in (({"offload_optimizer": cpu, "offload_param": nvme}, "different devices", "one device for both"),
+                             ({"offload_optimizer": {"device": "disk"}}, "offload_optimizer.device is 'disk'", "cpu, nvme or none"),
+                             ({"offload_optimizer": {"device": "cpu", "ratio": 1.5}}, "ratio is 1.5", "from 0 to 1"),
+                             ({"stage": 4}, "stage is 4", "from 0 to 3")):
+            self.refused({"zero_optimization": {"stage": 3, **zero}}, *words)
+
+    def test_the_bucket_has_whole_pages_of_the_elements_of_gradients(self):
+        with torch.device("meta"):
+            models_of = {dtype: torch.nn.Linear(1000, 1001, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)}
+
+        def bucket(elements, model=None, **config):
+            config["zero_optimization"] = {"reduce_bucket_size": elements}
+            return deepspeed.understand(config, model=models_of.get(model)).options["bucket"]
+        bf16, pages = {"bf16": {"enabled": True}}, lambda size: -(-size // 4096) * 4096
+        self.assertEqual(bucket(1e6), pages(4_000_000))
+        self.assertEqual(bucket(1e6, **bf16), pages(2_000_000))
+        self.assertEqual(bucket(1e6, fp16={"enabled": True}), pages(2_000_000))
+        self.assertEqual(bucket(1024 * 1024), 4 << 20)
+        self.assertEqual(bucket(5e5, torch.bfloat16), 1 << 20)
+        self.assertEqual(bucket(1e6, torch.bfloat16), pages(2_000_000))
+        self.assertEqual(bucket(2e6, torch.float32), pages(4 * 1001 * 1001))
+        self.assertEqual(bucket(2e6, torch.float32, **bf16), pages(2 * 1001 * 1001))
 
     def refused(self, config, *words, kind=forebay.Error, ranks=1):
         with self.assertRaises(kind) as caught:
@@ -137,11 +179,13 @@ class Keys(unittest.TestCase):
     def test_unknown_keys_are_refused_with_the_nearest(self):
         self.refused({"zero_optimization": {"stagee": 3}}, "zero_optimization.stagee", "zero_optimization.stage?")
         self.refused({"gradient_cliping": 1.0}, "gradient_clipping?")
+        self.refused({"zero_optimisation": {}}, "zero_optimisation")
 
     def test_values_that_switch_a_refused_key_off(self):
         config = {"sparse_gradients": False, "prescale_gradients": False, "gradient_predivide_factor": 1.0,
                   "amp": {"enabled": False}, "elasticity": {"enabled": False},
                   "fp16": {"enabled": False, "hysteresis": 2},
+                  "bf16": {"enabled": False, "bf16_master_weights_and_grads": True},
                   "zero_optimization": {"stage": 1, "zero_quantized_gradients": False,
                                         "offload_param": {"device": "none"}}}
         self.assertEqual(deepspeed.understand(config).options, {"stage": 1})
@@ -227,6 +271,9 @@ class Training(unittest.TestCase):
         found = [str(one.message) for one in said if "DeepSpeed" in str(one.message)]
         self.assertEqual(len(found), 1, found)  # Said once.
         self.assertIn("sub_group_size", found[0])
+        with mock.patch.dict(os.environ, {"RANK": "1"}), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            deepspeed.say(["a key"])  # Rank 0 says it.
         models.train(model, forebay.AdamW(model), steps=2)
 
         other = forebay.shard(models.make(), stage=1)
@@ -239,8 +286,15 @@ class Training(unittest.TestCase):
     def test_options_by_name_win(self):
         model = forebay.shard(models.make(), stage=1, config={"zero_optimization": {"stage": 3}})
         self.assertEqual(model._forebay.stage, 1)
-        planned = forebay.plan(models.make(), ranks=8, config={"zero_optimization": {"stage": 3}})
-        self.assertEqual(int(planned["options"]["stage"]), 3)
+        planned = forebay.plan(models.make(), ranks=8, config={
+            "zero_optimization": {"stage": 3}, "train_batch_size": 32, "train_micro_batch_size_per_gpu": 2})
+        self.assertEqual((int(planned["options"]["stage"]), int(planned["options"]["micro-steps"])), (3, 2))
+
+    def test_the_defaults_of_an_optimizer_are_those_of_its_rule(self):
+        config = {"optimizer": {"type": "AdamW", "params": {"lr": 0.5, "weight_decay": 0.25}}}
+        for make, lr, decay in ((forebay.AdamW, 0.5, 0.25), (forebay.SGD, 1e-3, 0.0)):
+            group = make(forebay.shard(models.make(layers=1), config=config)).param_groups[0]
+            self.assertEqual((group["lr"], group["weight_decay"]), (lr, decay))
 
 
 if __name__ == "__main__":
