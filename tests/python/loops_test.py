@@ -157,6 +157,21 @@ class Loops(unittest.TestCase):
             model(inputs(step))
         average.add_(1)  # No more is checked.
 
+    def test_all_reads_are_checked_where_it_is_told_so(self):
+        model = forebay.shard(make(), stage=1, check=True)
+        optimizer = forebay.AdamW(model, lr=0.05)
+        for step in range(3):
+            model(inputs(step)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for evaluates in (False, True):
+            if evaluates:
+                with torch.no_grad():
+                    model(inputs(0))
+            with self.assertRaisesRegex(forebay.InvalidArgument, r"reads 0\.weight .*outside of the forward"):
+                model[0].weight.data.clone()
+        model._forebay.guard.leave()
+
     def test_modules_that_come_and_go_are_named(self):
         model = forebay.shard(make(), stage=1)
         model[2] = nn.Linear(8, 8)

@@ -108,12 +108,12 @@ def switched(options):
 
 
 def remedies(options):
-    """The device bytes that offload frees on this rank, and those that an out-of-memory error of torch says it would."""
+    """The device bytes that offload frees on this rank, and those that an out-of-memory error of torch says options would."""
     made, offloaded = (forebay.shard(models.make(), **options, **more) for more in ({}, {"offload": "optimizer"}))
     for one in (made, offloaded):
         forebay.AdamW(one)
     held, left = (forebay.report(one)["plan"]["bytes"]["total"] for one in (made, offloaded))
-    return {"rank": RANK, "freed": held - left, "said": dict(memory.remedies(made._forebay))["offload='optimizer'"]}
+    return {"rank": RANK, "freed": held - left, "said": dict(memory.remedies(made._forebay))}
 
 
 def joined(options):

@@ -3,6 +3,7 @@
 One rank in this process; two and three as processes under torchrun.
 """
 
+import datetime
 import gc
 import json
 import os
@@ -13,6 +14,7 @@ import tempfile
 import unittest
 import warnings
 import weakref
+from unittest import mock
 
 import support
 
@@ -25,7 +27,7 @@ import forebay
 import models
 import passes
 import ranks
-from forebay.torch import state
+from forebay.torch import memory, sharded, state
 
 torch.set_num_threads(1)
 torch.use_deterministic_algorithms(True)
@@ -460,7 +462,8 @@ class OneRank(unittest.TestCase):
         model[1].weight = torch.nn.Parameter(model[0].weight[1:3].detach())
         with self.assertRaisesRegex(forebay.Unsupported, r"0\.weight and 1\.weight share elements"):
             forebay.shard(model)
-        model[1].weight = torch.nn.Parameter(model[0].weight[1:3].detach().clone())
+        both = torch.randn(24)  # Elements of one tensor, and none twice.
+        model[0].weight, model[1].weight = (torch.nn.Parameter(part.view(-1, 4)) for part in both.split([16, 8]))
         forebay.shard(model)
 
     def test_parameters_that_no_optimizer_updates_are_left_out(self):
@@ -551,6 +554,48 @@ class OneRank(unittest.TestCase):
             with self.assertRaisesRegex(forebay.InvalidArgument, "is in .*model.safetensors and in .*model_before"):
                 forebay.load(model, directory)
 
+    def test_what_a_file_has_beside_the_model_or_lacks(self):
+        whole = dict(models.make(seed=3).named_parameters())
+        for has_engine in (False, True):
+            model = forebay.shard(models.make(), stage=2)
+            if has_engine:
+                forebay.AdamW(model)
+            with tempfile.TemporaryDirectory() as directory:
+                with self.assertRaisesRegex(forebay.InvalidArgument, r"has no \*\.safetensors"):
+                    forebay.load(model, directory)
+                path = os.path.join(directory, "model.safetensors")
+                for change, message in (({"norm.bias": None}, "lacks 1 parameters, norm.bias first"),
+                                        ({"norm.bias": torch.ones(31)}, r"norm\.bias has shape \[31\] in .* and \[32\] in the"),
+                                        ({"more.bias": torch.ones(3), "norm.other": torch.ones(2)}, "")):
+                    tensors = {name: value for name, value in {**whole, **change}.items() if value is not None}
+                    write_safetensors(path, tensors)
+                    if message:
+                        with self.assertRaisesRegex(forebay.InvalidArgument, message):
+                            forebay.load(model, path)
+                    else:
+                        self.assertEqual(forebay.load(model, path), ["more.bias", "norm.other"])
+            forebay.AdamW(model)
+            for name, value in model.state_dict().items():
+                self.assertTrue(torch.equal(value, whole["tokens.weight" if name == "head.weight" else name]), name)
+
+    def test_weights_of_every_type_are_loaded(self):
+        values = {name: torch.tensor([0, 1, 0.5, 3] if dtype.is_floating_point else [0, 1, 1, 0]).to(dtype)
+                  for dtype, name in TYPES.items()}
+        module = torch.nn.Module()
+        for name, value in values.items():
+            if value.is_floating_point():
+                module.register_parameter(name, torch.nn.Parameter(torch.full((4,), 9.0)))
+            else:
+                module.register_buffer(name, torch.full((4,), 7).to(value.dtype))
+        model = forebay.shard(module, stage=1)
+        forebay.AdamW(model)
+        with tempfile.NamedTemporaryFile(suffix=".safetensors") as file:
+            write_safetensors(file.name, values)
+            self.assertEqual(forebay.load(model, file.name), [])
+        for name, value in model.state_dict().items():
+            self.assertEqual(value.dtype, torch.float32 if values[name].is_floating_point() else values[name].dtype)
+            self.assertEqual(value.tolist(), values[name].tolist(), name)
+
     def test_buffers_come_from_safetensors_and_state_dicts(self):
         class Buffered(models.GPT):
             def __init__(self):
@@ -567,6 +612,7 @@ class OneRank(unittest.TestCase):
         expected = original(*models.batch(0, 0)).item()
         with tempfile.TemporaryDirectory() as directory:
             values = {name: value for name, value in original.state_dict().items() if value.dtype == torch.float32}
+            values["scale"] = values["scale"].half()
             write_safetensors(os.path.join(directory, "model.safetensors"), values)
             for how in ("file", "state", "nothing"):
                 with torch.device("meta"):
@@ -587,6 +633,7 @@ class OneRank(unittest.TestCase):
                     continue
                 self.assertLessEqual(abs(model(*models.batch(0, 0)).item() - expected), 1e-6)
                 self.assertEqual(model.middle.running_mean[0], 3.0)
+                self.assertEqual(model.scale.dtype, torch.float32)
 
     def test_values_may_be_loaded_before_the_optimizer_is_made(self):
         expected = models.make(seed=1).state_dict()
@@ -829,6 +876,19 @@ class OutOfMemory(unittest.TestCase):
             model(torch.ones(1, 512))
         self.assertEqual(str(caught.exception).count("forebay holds"), 1)
 
+    def test_sizes_are_told_in_the_largest_unit_that_fits(self):
+        self.assertEqual([memory.size_text(size) for size in (0, 1023, 1 << 10, 1536, (1 << 20) - 1, 1 << 20, 5 << 29)],
+                         ["0 bytes", "1023 bytes", "1.0 KiB", "1.5 KiB", "1024.0 KiB", "1.0 MiB", "2.5 GiB"])
+
+    def test_options_that_free_memory_are_told_the_most_first(self):
+        model = forebay.shard(models.make(), stage=1)
+        forebay.AdamW(model)
+        held = forebay.report(model)["plan"]["bytes"]["total"]
+        expected = [(text, held - forebay.plan(models.make(), **options)["plan"]["bytes"]["total"]) for text, options in (
+            ("stage=3, offload='optimizer+parameters'", {"stage": 3, "offload": "optimizer+parameters"}),
+            ("offload='optimizer'", {"stage": 1, "offload": "optimizer"}))]
+        self.assertEqual(memory.remedies(model._forebay), expected)  # dtype="bf16" frees nothing.
+
     def test_in_a_backward_pass_that_ends_the_program(self):
         done = subprocess.run([sys.executable, "-W", "ignore", __file__, "greedy-backward"], capture_output=True,
                               text=True, check=False)
@@ -906,7 +966,15 @@ class SeveralRanks(unittest.TestCase):
 
     def test_an_out_of_memory_error_says_what_options_free_on_a_rank(self):
         for one in torchrun(2, kind="remedies", options={"stage": 1}):
-            self.assertEqual(one["said"], one["freed"])
+            self.assertEqual(one["said"]["offload='optimizer'"], one["freed"])
+            self.assertLessEqual({"stage=2", "stage=3"}, set(one["said"]))
+
+    def test_they_wait_for_each_other_until_the_deadline(self):
+        for options, seconds in (({"join_deadline": 5000, "deadline": 9000}, 5), ({"deadline": 7000}, 7)):
+            with mock.patch.dict(os.environ, {"RANK": "1", "WORLD_SIZE": "2"}):
+                with mock.patch("torch.distributed.rendezvous", side_effect=KeyError) as meet, self.assertRaises(KeyError):
+                    sharded._communicator(None, None, options)
+            self.assertEqual(meet.call_args.kwargs["timeout"], datetime.timedelta(seconds=seconds))
 
     def test_a_parameter_that_joins_later_is_named(self):
         for one in torchrun(2, kind="joined", options={"stage": 1}):
@@ -923,11 +991,15 @@ def resident_bytes():
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+TYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+         torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"}
+
+
 def write_safetensors(path, tensors):
     header, data = {}, b""
     for name, tensor in tensors.items():
-        one = tensor.detach().contiguous().numpy().tobytes()
-        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [len(data), len(data) + len(one)]}
+        one = tensor.detach().flatten().view(torch.uint8).numpy().tobytes()
+        header[name] = {"dtype": TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [len(data), len(data) + len(one)]}
         data += one
     text = json.dumps(header).encode()
     with open(path, "wb") as file:
