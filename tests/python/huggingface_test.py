@@ -9,6 +9,7 @@ import sys
 import tempfile
 import unittest
 import warnings
+from unittest import mock
 
 import support
 
@@ -279,10 +280,15 @@ class Accelerate(Close):
             optimizer.step()
             optimizer.zero_grad()
         before = {name: value.clone() for name, value in reference.state_dict().items()}
-        SyncRefModelCallback._sync_target_model(model, reference, 0.25)
         values = model.state_dict()
-        for name, value in reference.state_dict().items():
-            self.assertTrue(torch.allclose(value, 0.75 * before[name] + 0.25 * values[name]), name)
+        for is_sharded in (False, True):
+            if is_sharded:
+                reference.load_state_dict(before)
+                forebay.shard(reference, stage=3)
+                forebay.AdamW(reference)
+            SyncRefModelCallback._sync_target_model(model, reference, 0.25)
+            for name, value in reference.state_dict().items():
+                self.assertTrue(torch.allclose(value, 0.75 * before[name] + 0.25 * values[name]), name)
 
     def test_a_state_that_accelerate_saved(self):
         import accelerate
@@ -298,7 +304,10 @@ class Accelerate(Close):
                     accelerator.load_state(directory)
                 for step in range(2 if is_resumed else 0, 4):
                     if step == 2 and not is_resumed:
-                        accelerator.save_state(directory)
+                        for _ in range(2):
+                            with mock.patch.object(forebay.torch.state, "save", wraps=forebay.torch.state.save) as save:
+                                accelerator.save_state(directory)
+                            self.assertEqual(save.call_count, 1)
                     accelerator.backward(model(**inputs(model, step)).loss)
                     optimizer.step()
                     optimizer.zero_grad()

@@ -91,6 +91,8 @@ class Lightning(unittest.TestCase):
             whole = fit(directory, {"stage": 3})[0]
             first, trainer = fit(directory, {"stage": 1}, epochs=1)
             path = os.path.join(directory, "last.ckpt")
+            trainer.save_checkpoint(path, weights_only=True)
+            self.assertEqual(os.listdir(directory), ["last.ckpt"])  # Without moments.
             trainer.save_checkpoint(path)
             rest, trainer = fit(directory, {"stage": 3}, path=path)
             self.assertEqual(forebay.digest(rest), forebay.digest(whole))
@@ -122,10 +124,49 @@ class Lightning(unittest.TestCase):
                     trainer.save_checkpoint(path)
                 again, _ = fit(directory, {"stage": 1}, epochs=1, path=path)
                 self.assertEqual(forebay.digest(again), digest, killed)
+            with open(os.path.join(path + ".forebay", "a file"), "w", encoding="ascii"):
+                pass
             trainer.save_checkpoint(path)
             self.assertEqual(len(os.listdir(path + ".forebay")), 1)
             again, _ = fit(directory, {"stage": 1}, epochs=2, path=path)
             self.assertEqual(forebay.digest(again), forebay.digest(second))
+
+    def test_it_validates_tests_and_predicts(self):
+        class Steps(Module):
+            def test_step(self, batch, _):
+                self.seen.append(-self(*batch).item())
+
+            def predict_step(self, batch, _):
+                return 2 * self(*batch).item()
+
+        seen, data = [], torch.utils.data.DataLoader(Batches(), batch_size=2)
+        for options in (None, {"stage": 3}):
+            with tempfile.TemporaryDirectory() as directory:
+                module, trainer = fit(directory, options, epochs=1, make=Steps)
+                module.seen.clear()
+                trainer.test(module, data, verbose=False)
+                seen.append(module.seen + trainer.predict(module, data))
+        self.assertEqual(len(seen[0]), 24)
+        self.close(seen[1], seen[0])
+        module = Steps()  # No shard() is needed without fit().
+        trainer = pl.Trainer(strategy=forebay.lightning.Strategy(stage=3), devices=1, accelerator="cpu", logger=False,
+                             enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False)
+        trainer.test(module, data, verbose=False)
+        self.assertFalse(hasattr(module, "_forebay"))
+
+    def test_two_optimizers_are_refused(self):
+        class Two(Module):
+            def __init__(self):
+                super().__init__()
+                self.automatic_optimization = False
+
+            def configure_optimizers(self):
+                return [torch.optim.AdamW(part.parameters()) for part in (self.net.tokens, self.net.blocks)]
+
+        trainer = pl.Trainer(strategy=forebay.lightning.Strategy(stage=1), devices=1, accelerator="cpu", max_epochs=1,
+                             logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False)
+        with self.assertRaisesRegex(forebay.Unsupported, r"configure_optimizers\(\) gave 2 optimizers; forebay updates by one"):
+            trainer.fit(Two(), torch.utils.data.DataLoader(Batches(), batch_size=2))
 
     def test_a_second_fit_has_a_new_optimizer(self):
         seen = []
