@@ -289,6 +289,43 @@ class OneRank(unittest.TestCase):
             self.assertEqual(found["norm.weight"][0], 9)
             self.assertTrue(torch.equal(found["norm.bias"], wanted["norm.bias"]))
 
+    def test_a_pass_while_values_are_written_has_them(self):
+        plain = models.make()
+        with torch.no_grad():
+            plain.norm.weight.mul_(3)
+            expected = plain(*models.batch(0, 0)).item()
+        for stage in (0, 3):
+            model = forebay.shard(models.make(), stage=stage, guard=True)
+            optimizer = forebay.AdamW(model)
+            with forebay.gathered(model, write=True):
+                model.norm.weight.mul_(3)
+                self.assertEqual(model(*models.batch(0, 0)).item(), expected)
+            with torch.no_grad():
+                self.assertEqual(model(*models.batch(0, 0)).item(), expected)
+            models.train(model, optimizer, steps=1)
+
+    def test_autocast_over_a_model_in_bf16(self):
+        model = forebay.shard(models.make(), stage=3, dtype="bf16")
+        forebay.AdamW(model)
+        with torch.autocast("cpu", torch.bfloat16):
+            model(*models.batch(0, 0)).backward()
+
+    def test_values_are_not_replaced_while_gradients_wait(self):
+        weights = models.make(seed=1)
+        with tempfile.TemporaryDirectory() as directory:
+            path = os.path.join(directory, "model.safetensors")
+            write_safetensors(path, dict(weights.named_parameters()))
+            model = forebay.shard(models.make(), stage=1)
+            optimizer = forebay.AdamW(model, lr=1e-2)
+            forebay.save(model, directory)
+            model(*models.batch(0, 0)).backward()
+            for call in (lambda: forebay.load(model, path), lambda: model.load_state_dict(weights.state_dict()),
+                         lambda: forebay.restore(model, directory), lambda: forebay.save(model, directory),
+                         lambda: forebay.gathered(model, write=True).__enter__()):
+                with self.assertRaisesRegex(forebay.InvalidArgument, r"gradients wait for optimizer\.step\(\); call it, or opt"):
+                    call()
+            optimizer.step()
+
     def test_values_that_an_exception_keeps_from_being_written(self):
         """The model keeps the values of before, and trains on."""
         for stage in (0, 3):
@@ -334,6 +371,13 @@ class OneRank(unittest.TestCase):
             for name, value in model.named_buffers():
                 expected = torch.zeros(2) if name == "scratch" else value
                 self.assertTrue(torch.equal(dict(other.named_buffers())[name], expected), name)
+            other, _ = make()
+            other.register_buffer("later", torch.full((2,), 7.0))
+            forebay.restore(other, directory)
+            self.assertEqual(other.later.tolist(), [7.0, 7.0])  # The state has none.
+            other[1].num_batches_tracked = torch.zeros(3)
+            with self.assertRaisesRegex(forebay.InvalidArgument, r"num_batches_tracked has shape \[\], and \[3\] in the model"):
+                forebay.restore(other, directory)
             large, _ = make()
             large.register_buffer("large", torch.zeros(33 << 20))
             with self.assertRaisesRegex(forebay.InvalidArgument, "the buffers of the model have 1384"):

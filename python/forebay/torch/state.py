@@ -386,6 +386,8 @@ def _take_buffers(model: nn.Module, encoded: Dict[str, Dict[str, Any]]) -> None:
         entry = encoded.get(name)
         if entry is None or not buffer.numel():
             continue
+        if list(buffer.shape) != entry["shape"]:  # copy_() would repeat the values.
+            raise ValueError(f"{name} has shape {_shown(entry['shape'])}, and {list(buffer.shape)} in the model")
         values = torch.frombuffer(bytearray(base64.b64decode(entry["data"])), dtype=getattr(torch, entry["dtype"]))
         with torch.no_grad():
             buffer.copy_(values.view(entry["shape"]))
