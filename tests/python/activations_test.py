@@ -258,6 +258,16 @@ class OneRank(unittest.TestCase):
                 sum(model(torch.ones(8, 64)).sum() for _ in range(3)).backward()
                 self.assertEqual(offload.report()["statistics"]["save_count"], passes * len(offload.sizes))
 
+    def test_an_evaluation_and_a_pass_that_is_dropped_take_no_place(self):
+        model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+        with forebay.offload_activations(model, least_bytes=256) as offload:
+            with torch.no_grad():
+                model(torch.ones(8, 64))
+            model(torch.ones(8, 64)).sum().backward()
+            for count in (1, 2, 3):
+                model(torch.ones(8, 64))  # Nobody differentiates it.
+                self.assertEqual(offload.report()["statistics"]["save_count"], count * len(offload.sizes))
+
     def test_removed(self):
         model = models.make()
         with forebay.offload_activations(model, least_bytes=256) as offload:

@@ -289,6 +289,9 @@ class Training(unittest.TestCase):
         planned = forebay.plan(models.make(), ranks=8, config={
             "zero_optimization": {"stage": 3}, "train_batch_size": 32, "train_micro_batch_size_per_gpu": 2})
         self.assertEqual((int(planned["options"]["stage"]), int(planned["options"]["micro-steps"])), (3, 2))
+        with mock.patch.dict(os.environ, {"WORLD_SIZE": "2"}):
+            model = forebay.shard(models.make(), config={"train_batch_size": 32, "train_micro_batch_size_per_gpu": 2})
+            self.assertEqual(model._forebay.options["micro_steps"], 8)
 
     def test_the_defaults_of_an_optimizer_are_those_of_its_rule(self):
         config = {"optimizer": {"type": "AdamW", "params": {"lr": 0.5, "weight_decay": 0.25}}}

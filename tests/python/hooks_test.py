@@ -299,7 +299,9 @@ class Refusals(unittest.TestCase):
             pickle.dumps(model)
         with self.assertRaisesRegex(forebay.Unsupported, "bfloat16"):
             model.to(torch.bfloat16)
-        model.to("cpu").float()  # Nothing changes.
+        model.register_buffer("table", torch.ones(2, dtype=torch.float64))
+        model.to("cpu").float()  # Only buffers change.
+        self.assertEqual(model.table.dtype, torch.float32)
         with self.assertRaisesRegex(forebay.Unsupported, "RMSprop cannot run in shards; use torch.optim.AdamW, Adam"):
             forebay.wrap(torch.optim.RMSprop(model.parameters(), lr=1))
         with self.assertRaisesRegex(forebay.Unsupported, r"moments lie in shards. forebay\.save"):
@@ -473,6 +475,16 @@ class Refusals(unittest.TestCase):
         model.empty = nn.Parameter(torch.empty(0, dtype=torch.float64))
         sharded(model)
 
+    def test_models_that_other_libraries_divide(self):
+        for name in ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "DeepSpeedEngine"):
+            wrapper = type(name, (nn.Sequential,), {})
+            with self.assertRaisesRegex(forebay.InvalidArgument, f"0 is a {name}; shard.. takes its place"):
+                sharded(nn.Sequential(wrapper(nn.Linear(2, 2))))
+        model = nn.Linear(2, 2)
+        model.weight.device_mesh = None
+        with self.assertRaisesRegex(forebay.InvalidArgument, "parameter weight is a DTensor; shard.. takes the place of fully"):
+            sharded(model)
+
     def test_models_that_the_engine_cannot_hold(self):
         with self.assertRaisesRegex(forebay.InvalidArgument, "the model has max_norm"):
             sharded(nn.EmbeddingBag(4, 2, max_norm=1.0))
@@ -567,6 +579,8 @@ class Optimizers(unittest.TestCase):
             adamw(model, momentum=0.9)
         with self.assertRaisesRegex(forebay.InvalidArgument, r"updates by AdamW, and the optimizer is SGD; give shard\(opt"):
             forebay.SGD(model, lr=1.0)
+        with self.assertRaisesRegex(forebay.InvalidArgument, "updates by Lion, and the optimizer is AdamW; give"):
+            adamw(sharded(models.make(), optimizer="lion"))
         model._forebay.guard.leave()
 
     def test_values_with_which_no_step_is_possible(self):

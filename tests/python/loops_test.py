@@ -183,6 +183,13 @@ class Loops(unittest.TestCase):
         model.append(nn.Linear(8, 8))
         with self.assertWarnsRegex(UserWarning, r"3\.weight joined the model after shard.*does not train it"):
             model(inputs(0)).sum().backward()
+        model = forebay.shard(make(), stage=1)
+        optimizer = forebay.AdamW(model, lr=0.05)
+        model(inputs(0)).sum().backward()
+        optimizer.step()
+        model.append(nn.Linear(8, 8))  # After the first pass.
+        with self.assertWarnsRegex(UserWarning, r"3\.weight joined the model after shard"):
+            model(inputs(0))
 
     def test_a_parameter_that_changes_its_shape_is_named(self):
         model = forebay.shard(make(), stage=1)

@@ -444,7 +444,9 @@ def train_and_save(directory, in_background):
                 address = engine.zeroed_gradient(unit, 0)
                 assert (address == 0) == (step == 2 and unit == 1)
                 if address:
-                    (forebay._library.ctypes.c_float * 600).from_address(address)[:] = [0.5 + unit] * 600
+                    gradient = (forebay._library.ctypes.c_float * 600).from_address(address)
+                    assert step == 0 or max(gradient) == min(gradient) == 0
+                    gradient[:] = [0.5 + unit] * 600
                 engine.release(unit)
             engine.step()
             if step == 1 and in_background:
