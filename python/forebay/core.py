@@ -94,13 +94,17 @@ class Options(Handle):
 
 
 class _Reported(Handle):
-    """A handle with a report in JSON and numbers by path."""
+    """A handle with a report in JSON."""
 
     _prefix = ""
 
     def report(self) -> Dict[str, Any]:
         """Facts and statistics; the keys are those of forebay.h."""
         return report(getattr(library(), self._prefix + "_report"), self)
+
+
+class _Numbered(_Reported):
+    """The same, and numbers by path."""
 
     def number(self, name: str) -> int:
         """One number of report() by its path, "plan.bytes.parameters"."""
@@ -145,7 +149,7 @@ class Device(_Reported):
         library().fill(self, target, value, size, _stream(stream))
 
 
-class Arena(_Reported):
+class Arena(_Numbered):
     """Device memory in stream order, from one address range; it does not fragment.
 
     Options: arena_limit, arena_reserve, arena_chunk, arena_growth, arena_largest_chunk, arena_history.
@@ -197,7 +201,7 @@ class Arena(_Reported):
         library().arena_snapshot(self, os.fsencode(path))
 
 
-class PinnedPool(_Reported):
+class PinnedPool(_Numbered):
     """Pinned host memory in exact sizes.
 
     Options: pinned_limit, pinned_slab, pinned_numa_node, pinned_huge_pages.
@@ -380,7 +384,7 @@ class Report(Dict[str, Any]):
         return "\n".join(lines)
 
 
-class Engine(_Reported):
+class Engine(_Numbered):
     """The units of a model, their placement under a ZeRO stage, and the training step.
 
     Describe (add_unit, add_parameter, tie), commit, set values, then train; forebay.h has the order.
@@ -582,7 +586,7 @@ class Engine(_Reported):
         library().fetch(self)
 
 
-class Checkpointer(_Reported):
+class Checkpointer(_Numbered):
     """Keeps activations that a recomputation starts from: whole, partitioned over ranks, or offloaded.
 
     Options: activation_micro_batches, activation_tier, activation_device_memory, ...

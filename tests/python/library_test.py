@@ -86,6 +86,13 @@ class Arguments(unittest.TestCase):
                     call(*numbers)
 
 
+class Names(unittest.TestCase):
+    def test_one_that_is_not_there_is_no_attribute(self):
+        self.assertTrue(hasattr(forebay, "Engine"))
+        with self.assertRaisesRegex(AttributeError, "module 'forebay' has no attribute 'engine'"):
+            forebay.engine
+
+
 class Syntax(unittest.TestCase):
     def test_it_is_that_of_python_3_9(self):
         for file in (ROOT / "python" / "forebay").rglob("*.py"):

@@ -368,6 +368,20 @@ class Streams(unittest.TestCase):
             self.device.synchronize("0")
 
 
+class Reports(unittest.TestCase):
+    def test_each_object_has_its_own_and_numbers_where_the_interface_has_them(self):
+        with forebay.Device() as device, forebay.Arena(device) as arena, forebay.PinnedPool(device) as pool, \
+                forebay.LocalGroup(1) as group, group.communicator(0, device) as ranks, forebay.Engine(device, ranks) as engine, \
+                forebay.Checkpointer(device, ranks) as checkpointer:
+            engine.add_parameter(engine.add_unit("unit"), "weight", 4)
+            checkpointer.declare(0, 0, 4096)
+            for one, key in ((device, "name"), (arena, "reserved_bytes"), (pool, "held_bytes"), (ranks, "size"),
+                             (engine, "options"), (checkpointer, "plan")):
+                self.assertIn(key, one.report())
+                has_numbers = one._prefix + "_number" in _library.FUNCTIONS
+                self.assertEqual(hasattr(one, "number"), has_numbers, one._prefix)
+
+
 class Handles(unittest.TestCase):
     def test_the_garbage_collector_gives_them_back_once(self):
         library = _library.library()
@@ -633,6 +647,10 @@ class Steps(unittest.TestCase):
                 one.engine.save_end()
                 self.assertEqual(one.engine.load(directory), state)
             self.assertEqual(len([name for name in os.listdir(directory) if name.startswith("step")]), 2)
+            one.step()
+            one.engine.save_begin(directory, b"four")
+            one.engine.save_end()
+            self.assertEqual(len([name for name in os.listdir(directory) if name.startswith("step")]), 1)
 
     def test_states_are_spilled_and_fetched(self):
         with One(spillable=True) as one:
