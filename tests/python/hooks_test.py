@@ -569,7 +569,7 @@ class Optimizers(unittest.TestCase):
         """forebay.AdamW() takes parameters, and a learning rate after them, as torch.optim.AdamW() does."""
         model = sharded(models.make(frozen=["positions"]))
         with mock.patch.object(Sharded, "make_engine", lambda self: FakeEngine()):
-            made = forebay.AdamW(model.parameters(), 2e-3, fused=True)
+            made = forebay.AdamW(model.parameters(), 2e-3, fused=True, foreach=False, capturable=True, amsgrad=False)
         self.assertEqual((made.param_groups[0]["lr"], len(made.param_groups[0]["params"])),
                          (2e-3, sum(p.requires_grad for p in model.parameters())))
         self.assertIs(forebay.wrap(made), made)

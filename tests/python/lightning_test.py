@@ -197,12 +197,26 @@ class Lightning(unittest.TestCase):
             for one in support.torchrun(__file__, 2, {"options": options}):
                 self.close(one["seen"], next(plain["seen"] for plain in expected if plain["rank"] == one["rank"]))
                 digests.add(one["digest"])
+        with tempfile.TemporaryDirectory() as directory:
+            for one in support.torchrun(__file__, 2, {"options": {"stage": 3}, "path": os.path.join(directory, "last.ckpt")}):
+                digests.add(one["digest"])
+            self.assertEqual(os.listdir(directory), [])
         self.assertEqual(len(digests), 1)
 
 
-def rank(options):
+def rank(options, path=None):
+    """`path`: the run is saved there after its first epoch, and goes on from it."""
     with tempfile.TemporaryDirectory() as directory:
-        module, _ = fit(directory, options, devices=2)
+        if path is not None:
+            _, trainer = fit(directory, options, epochs=1, devices=2)
+            for _ in range(2):
+                trainer.save_checkpoint(path)
+            trainer.strategy.barrier()
+            assert len(os.listdir(path + ".forebay")) == 1
+        module, trainer = fit(directory, options, devices=2, path=path)
+        if path is not None:
+            trainer.strategy.barrier()
+            trainer.strategy.remove_checkpoint(path)
     digest = forebay.digest(module) if options is not None else ""
     return {"rank": int(os.environ["RANK"]), "seen": module.seen, "digest": digest}
 

@@ -211,6 +211,10 @@ class Loops(unittest.TestCase):
         model = forebay.shard(make(), stage=1)
         optimizer = forebay.AdamW(model, [{"params": model.named_parameters(), "lr": 0.05}])
         self.assertEqual(len(optimizer.param_groups[0]["params"]), 4)
+        model = forebay.shard(make(), stage=1)
+        first, *others = model.parameters()
+        optimizer = forebay.AdamW(model, [{"params": first, "lr": 0.5}, {"params": iter(others)}], lr=0.05)
+        self.assertEqual([(len(group["params"]), group["lr"]) for group in optimizer.param_groups], [(1, 0.5), (3, 0.05)])
 
 
 if __name__ == "__main__":
