@@ -394,6 +394,8 @@ TEST_P(BackendConformance, AHostFunctionThatCallsTheBackendFailsItsStreamForGood
   EXPECT_EQ(backend_->stream_synchronize(stream).code(), StatusCode::kInternal);
   EXPECT_EQ(backend_->event_synchronize(behind).code(), StatusCode::kInternal);
   EXPECT_TRUE(backend_->event_synchronize(before).ok());
+  ASSERT_TRUE(backend_->event_record(behind, stream_).ok());
+  EXPECT_TRUE(backend_->event_synchronize(behind).ok());    // Recorded again, it is another stream's.
   EXPECT_TRUE(backend_->stream_synchronize(stream_).ok());  // Another stream is not touched.
   EXPECT_TRUE(backend_->stream_destroy(stream).ok());
   EXPECT_TRUE(backend_->event_destroy(before).ok());

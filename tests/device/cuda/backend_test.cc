@@ -1,6 +1,8 @@
 // The cuda backend on the fake driver, beyond conformance: finding the driver, foreign streams, contexts
 // and captures, the properties of chunks, and the end.
 #include <gtest/gtest.h>
+#include <pthread.h>
+#include <signal.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -196,6 +198,57 @@ TEST_F(CudaBackendTest, RefusesADeviceThatIsNotThere) {
   start(options);
   EXPECT_EQ(CudaBackend::create({.ordinal = 3}).status().message(),
             "cannot make a backend on cuda:3: there are 3 devices; give 0 to 2");
+}
+
+// A caller acts by the kind of an error: it waits, asks for less, or ends the process.
+TEST_F(CudaBackendTest, EachErrorOfTheDriverHasItsKind) {
+  start();
+  const auto backend = make();
+  const auto expect_kind = [&](StatusCode code, std::initializer_list<CuResult> results, const char* remedy) {
+    for (const CuResult result : results) {
+      ASSERT_EQ(fake_.fail("cuEventCreate", 1, static_cast<int>(result)), 0);
+      const Status status = backend->event_create().status();
+      EXPECT_EQ(status.code(), code) << status.to_string();
+      EXPECT_NE(status.message().find(remedy), std::string::npos) << status.message();
+    }
+  };
+  using enum CuResult;
+  expect_kind(StatusCode::kOutOfMemory, {kOutOfMemory}, "free some device memory");
+  expect_kind(StatusCode::kInvalidArgument,
+              {kInvalidValue, kInvalidHandle, kInvalidDevice, kNotFound, kNotMapped, kAlreadyMapped,
+               kLaunchOutOfResources},
+              "check the arguments");
+  expect_kind(StatusCode::kInvalidArgument, {kInvalidContext, kContextIsDestroyed}, "belongs to this device");
+  expect_kind(StatusCode::kInvalidArgument, {kHostMemoryAlreadyRegistered}, "pin each page once");
+  expect_kind(StatusCode::kInvalidArgument, {kHostMemoryNotRegistered}, "the address that was pinned");
+  expect_kind(StatusCode::kInvalidArgument, {kInvalidImage, kInvalidPtx, kInvalidSource}, "that is whole");
+  expect_kind(StatusCode::kUnsupported,
+              {kNoBinaryForGpu, kUnsupportedPtxVersion, kJitCompilerNotFound, kJitCompilationDisabled},
+              "this device's architecture");
+  expect_kind(StatusCode::kUnsupported, {kNotSupported, kCallRequiresNewerDriver, kPeerAccessUnsupported},
+              "cannot do it");
+  expect_kind(StatusCode::kUnavailable, {kNoDevice}, "CUDA_VISIBLE_DEVICES");
+  expect_kind(StatusCode::kUnavailable, {kNotInitialized}, "after fork");
+  expect_kind(StatusCode::kUnavailable, {kDeinitialized}, "the process is ending");
+  expect_kind(StatusCode::kUnavailable, {kDeviceUnavailable}, "exclusively");
+  expect_kind(StatusCode::kUnavailable,
+              {kSystemNotReady, kSystemDriverMismatch, kCompatNotSupportedOnDevice, kStubLibrary,
+               kDeviceNotLicensed, kMpsConnectionFailed, kMpsRpcFailure, kMpsServerNotReady,
+               kMpsMaxClientsReached, kMpsMaxConnectionsReached},
+              "installed and running");
+  expect_kind(StatusCode::kUnavailable,
+              {kStreamCaptureUnsupported, kStreamCaptureInvalidated, kStreamCaptureIsolation,
+               kStreamCaptureImplicit, kStreamCaptureWrongThread, kCapturedEvent},
+              "a CUDA graph is being captured");
+  expect_kind(StatusCode::kInternal, {kNotPermitted}, "a host function must not call the driver");
+  expect_kind(StatusCode::kTimeout, {kTimeout}, "dmesg");
+  expect_kind(StatusCode::kIoError, {kOperatingSystem}, "ulimit -a");
+  expect_kind(StatusCode::kInternal, {kUnknown, kIllegalState}, "documentation of this error");
+  expect_kind(StatusCode::kInternal,
+              {kEccUncorrectable, kNvlinkUncorrectable, kContained, kIllegalAddress, kLaunchTimeout, kAssert,
+               kHardwareStackError, kIllegalInstruction, kMisalignedAddress, kInvalidAddressSpace, kInvalidPc,
+               kLaunchFailed, kTensorMemoryLeak, kMpsClientTerminated, kExternalDevice},
+              "the CUDA context is lost; end the process");
 }
 
 // --- facts ---
@@ -798,6 +851,79 @@ TEST_F(CudaBackendTest, TheProcessHasAsManyHardwareQueuesAsThereAreUnlessTheUser
   EXPECT_EXIT(connections_with("4"), ::testing::ExitedWithCode(0), "connections 4");
 }
 
+// The variable would do nothing, and programs that it starts would get it.
+TEST_F(CudaBackendTest, ADriverThatRunsAlreadyIsAskedForNoHardwareQueues) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const auto make_in_a_program_that_uses_cuda = [&] {
+    ::unsetenv("CUDA_DEVICE_MAX_CONNECTIONS");
+    start();
+    EXPECT_EQ(application_.cuInit(0), CuResult::kSuccess);
+    make();
+    std::fprintf(stderr, "asked %d\n", std::getenv("CUDA_DEVICE_MAX_CONNECTIONS") != nullptr);
+    std::_Exit(0);
+  };
+  EXPECT_EXIT(make_in_a_program_that_uses_cuda(), ::testing::ExitedWithCode(0), "asked 0");
+}
+
+TEST_F(CudaBackendTest, ItsStreamsDoNotWaitForTheDefaultStream) {
+  start();
+  const auto backend = make();
+  testing::Gate gate;
+  ASSERT_TRUE(backend->call_host(CudaBackend::default_stream(), &testing::Gate::wait, &gate).ok());
+  const DevicePtr block = backend->alloc(64).value();
+
+  for (const Stream stream : {backend->stream_create().value(), backend->urgent_stream_create().value()}) {
+    EXPECT_TRUE(backend->fill_async(block, 1, 64, stream).ok());
+    EXPECT_TRUE(backend->stream_synchronize(stream).ok());  // Waits for ever if the stream does.
+  }
+
+  gate.open();
+  EXPECT_TRUE(backend->stream_synchronize(CudaBackend::default_stream()).ok());
+}
+
+// A signal handler of the program must not run in the middle of a host function of an engine.
+TEST_F(CudaBackendTest, HostFunctionsGetNoSignals) {
+  start();
+  const auto backend = make();
+  const Stream stream = backend->stream_create().value();
+  const HostFunction ask = [](void* mask) {
+    ::pthread_sigmask(SIG_SETMASK, nullptr, static_cast<sigset_t*>(mask));
+  };
+  sigset_t none, before, after, during;
+  ::sigemptyset(&none);
+  ::sigemptyset(&during);
+  ::pthread_sigmask(SIG_SETMASK, &none, &before);
+
+  ASSERT_TRUE(backend->call_host(stream, ask, &during).ok());
+  ASSERT_TRUE(backend->stream_synchronize(stream).ok());
+
+  ::pthread_sigmask(SIG_SETMASK, nullptr, &after);
+  for (const int signal : {SIGINT, SIGTERM, SIGUSR1, SIGALRM, SIGCHLD}) {
+    EXPECT_EQ(::sigismember(&during, signal), 1) << signal;
+    EXPECT_EQ(::sigismember(&after, signal), 0) << "the caller's own are blocked: " << signal;
+  }
+  ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
+TEST_F(CudaBackendTest, TheThreadsOfHostFunctionsEndWithTheirBackend) {
+  start();
+  auto backend = make();
+  const HostFunction tell = [](void* number) { *static_cast<pid_t*>(number) = ::gettid(); };
+  pid_t numbers[3] = {};
+  for (pid_t& number : numbers) {
+    const Stream stream = backend->stream_create().value();
+    ASSERT_TRUE(backend->call_host(stream, tell, &number).ok());
+    ASSERT_TRUE(backend->stream_synchronize(stream).ok());
+  }
+
+  backend.reset();
+
+  for (const pid_t number : numbers) {
+    ASSERT_NE(number, 0);
+    while (std::filesystem::exists("/proc/self/task/" + std::to_string(number))) std::this_thread::yield();
+  }
+}
+
 // Another thread may be walking along the list of variables while the driver is loaded.
 TEST_F(CudaBackendTest, TheEnvironmentThatOtherThreadsReadStaysAsItIs) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");
@@ -828,6 +954,12 @@ TEST_F(CudaBackendTest, AFailureOnTheApplicationsStreamStaysWithIt) {
   EXPECT_EQ(status.code(), StatusCode::kInternal);
   EXPECT_NE(status.message().find("Backend::memory_info"), std::string::npos) << status.message();
   EXPECT_EQ(fake_.accounts().forbidden_calls, 0u);  // It was stopped before the driver.
+
+  const Event event = backend->event_create().value();
+  ASSERT_TRUE(backend->event_record(event, stream).ok());
+  EXPECT_EQ(backend->event_synchronize(event).code(), StatusCode::kInternal);
+  ASSERT_TRUE(backend->event_record(event, CudaBackend::per_thread_stream()).ok());
+  EXPECT_TRUE(backend->event_synchronize(event).ok()) << "recorded again, it has nothing of that stream";
 }
 
 TEST_F(CudaBackendTest, BackendsOfOneDeviceUseEachOthersStreamsAndEvents) {
@@ -906,13 +1038,62 @@ TEST_F(CudaBackendTest, GoesOnWhileTheApplicationCaptures) {
   EXPECT_EQ(application_.cuStreamDestroy_v2(captured), CuResult::kSuccess);
 }
 
+TEST_F(CudaBackendTest, AStreamOfItsOwnThatIsCapturedIsNotDestroyed) {
+  start();
+  const auto backend = make();
+  const Stream stream = backend->stream_create().value();
+  auto* const captured = static_cast<cuda::CuStream>(stream.handle);
+  ASSERT_EQ(application_.cuCtxSetCurrent(application_.retain(0)), CuResult::kSuccess);
+  ASSERT_EQ(application_.cuStreamBeginCapture_v2(captured, cuda::CuCaptureMode::kGlobal), CuResult::kSuccess);
+
+  const Status refused = backend->stream_destroy(stream);
+  EXPECT_EQ(refused.code(), StatusCode::kUnavailable);
+  EXPECT_NE(refused.message().find("captured into a CUDA graph"), std::string::npos) << refused.message();
+
+  cuda::CuGraph graph = nullptr;
+  EXPECT_EQ(application_.cuStreamEndCapture(captured, &graph), CuResult::kSuccess);
+  EXPECT_EQ(application_.cuGraphDestroy(graph), CuResult::kSuccess);
+  EXPECT_TRUE(backend->stream_destroy(stream).ok());
+  EXPECT_EQ(application_.cuDevicePrimaryCtxRelease_v2(0), CuResult::kSuccess);
+}
+
+// As good as captured itself: the streams that wait for it are.
+TEST_F(CudaBackendTest, TheDefaultStreamIsLeftAloneWhileAStreamThatWaitsForItIsCaptured) {
+  start();
+  const auto backend = make();
+  const Event event = backend->event_create().value();
+  const Stream stream = CudaBackend::default_stream();
+  ASSERT_EQ(application_.cuCtxSetCurrent(application_.retain(0)), CuResult::kSuccess);
+  cuda::CuStream captured = nullptr;
+  ASSERT_EQ(application_.cuStreamCreate(&captured, cuda::kStreamDefault), CuResult::kSuccess);
+  ASSERT_EQ(application_.cuStreamBeginCapture_v2(captured, cuda::CuCaptureMode::kRelaxed),
+            CuResult::kSuccess);
+
+  const HostFunction nothing = [](void*) {};
+  for (const Status& status :
+       {backend->event_record(event, stream), backend->stream_wait(stream, event),
+        backend->call_host(stream, nothing, nullptr), backend->stream_synchronize(stream)}) {
+    EXPECT_EQ(status.code(), StatusCode::kUnavailable) << status.to_string();
+    EXPECT_NE(status.message().find("captured into a CUDA graph"), std::string::npos) << status.message();
+  }
+
+  cuda::CuGraph graph = nullptr;
+  static_cast<void>(application_.cuStreamEndCapture(captured, &graph));
+  if (graph != nullptr) {
+    EXPECT_EQ(application_.cuGraphDestroy(graph), CuResult::kSuccess);
+  }
+  EXPECT_EQ(application_.cuStreamDestroy_v2(captured), CuResult::kSuccess);
+  EXPECT_TRUE(backend->event_record(event, stream).ok());
+  EXPECT_EQ(application_.cuDevicePrimaryCtxRelease_v2(0), CuResult::kSuccess);
+}
+
 // --- failure and the end ---
 
 TEST_F(CudaBackendTest, AFaultOfTheDeviceIsReportedByEverybodyFromThenOn) {
   fake_cuda::FakeOptions options = fake_cuda::strict_options();
   options.quiet = true;
   start(options);
-  const auto backend = make();
+  auto backend = make();
   const DevicePtr base = map_chunk(*backend);
   const Stream stream = backend->stream_create().value();
   const Stream other = backend->stream_create().value();
@@ -936,6 +1117,13 @@ TEST_F(CudaBackendTest, AFaultOfTheDeviceIsReportedByEverybodyFromThenOn) {
   }
   EXPECT_FALSE(backend->alloc(1).ok());
   EXPECT_TRUE(backend->stream_destroy(other).ok());
+  EXPECT_EQ(backend->event_destroy(event).code(), StatusCode::kInternal);
+
+  // The handles that it could not give back are the fault's, not the program's.
+  ::testing::internal::CaptureStderr();
+  backend.reset();
+  const std::string log = ::testing::internal::GetCapturedStderr();
+  EXPECT_EQ(log.find("handles were not given back"), std::string::npos) << log;
 }
 
 // The driver does not wait for the work of a lost context, and a function may use what its owner frees.
@@ -977,9 +1165,43 @@ TEST_F(CudaBackendTest, TheEndAfterAFaultOfTheDeviceWaitsForFunctionsThatHaveBeg
   EXPECT_EQ(fake_.call_count("cuMemFreeHost"), 1u);
 }
 
-TEST_F(CudaBackendTest, AChildMadeByForkIsToldSo) {
+// The caller frees what the function uses as soon as it has the failure.
+TEST_F(CudaBackendTest, AFailedSynchronizationWaitsForTheFunctionThatHasBegun) {
   start();
   const auto backend = make();
+  const Stream stream = backend->stream_create().value();
+  struct Begun {
+    testing::Gate gate;
+    std::atomic<bool> begun{false};
+  } function;
+  const HostFunction begin = [](void* argument) {
+    auto* const self = static_cast<Begun*>(argument);
+    self->begun = true;
+    testing::Gate::wait(&self->gate);
+  };
+  ASSERT_TRUE(backend->call_host(stream, begin, &function).ok());
+  while (!function.begun) std::this_thread::yield();
+  ASSERT_EQ(fake_.fail("cuStreamSynchronize", 1, static_cast<int>(CuResult::kLaunchFailed)), 0);
+
+  std::atomic<pid_t> number{0};
+  std::atomic<bool> has_returned{false};
+  std::thread caller([&] {
+    number = ::gettid();
+    EXPECT_EQ(backend->stream_synchronize(stream).code(), StatusCode::kInternal);
+    has_returned = true;
+  });
+  while (!has_returned && (fake_.call_count("cuStreamSynchronize") == 0 || !testing::is_waiting(number)))
+    std::this_thread::yield();
+
+  EXPECT_FALSE(has_returned);
+  function.gate.open();
+  caller.join();
+  EXPECT_TRUE(backend->stream_synchronize(stream).ok());
+}
+
+TEST_F(CudaBackendTest, AChildMadeByForkIsToldSo) {
+  start();
+  auto backend = make();
   const Stream stream = backend->stream_create().value();
   const pid_t child = ::fork();
   if (child == 0) {
@@ -989,6 +1211,10 @@ TEST_F(CudaBackendTest, AChildMadeByForkIsToldSo) {
     bool all = told(backend->alloc(1).status()) && told(backend->stream_synchronize(stream)) &&
                told(backend->free(nullptr)) && told(CudaBackend::create({}).status()) &&
                told(CudaBackend::device_count().status()) && backend->memory_info().free_bytes == 0;
+    // Its end leaves the parent's handles alone, and says nothing.
+    ::testing::internal::CaptureStderr();
+    backend.reset();
+    all = all && ::testing::internal::GetCapturedStderr().empty();
     ::_exit(all ? 0 : 1);
   }
   int status = 0;
@@ -1027,6 +1253,13 @@ TEST_F(CudaBackendTest, TakesPtxThatDoesNotEndInZero) {
   const Status status = backend->load_module({.image = "nonsense", .image_bytes = 8}).status();
   EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
   EXPECT_NE(status.message().find("CUDA_ERROR_INVALID_IMAGE"), std::string::npos) << status.message();
+  const std::string wrong =
+      ".version 8.0\n.target sm_80\n.address_size 64\n.visible .entry wrong() { none; }\n";
+  const Status refused = backend->load_module({.image = wrong.data(), .image_bytes = wrong.size()}).status();
+  EXPECT_EQ(refused.code(), StatusCode::kInvalidArgument);
+  EXPECT_NE(refused.message().find("CUDA_ERROR_INVALID_PTX"), std::string::npos) << refused.message();
+  EXPECT_NE(refused.message().find(" (the driver's compiler says: "), std::string::npos) << refused.message();
+  EXPECT_NE(refused.message().find("'none'"), std::string::npos) << refused.message();
 }
 
 // A fat binary of ELF files with an ABI version each, and of packed PTX 9.0.

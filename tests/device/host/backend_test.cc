@@ -231,6 +231,30 @@ TEST(HostBackend, KeepsNoAddressesButThoseThatAreReserved) {
       << all.message();
 }
 
+TEST(HostBackend, KeepsNothingOfTheProcessAfterItsEnd) {
+  const auto address_bytes = [] {
+    std::size_t pages = 0;
+    std::ifstream("/proc/self/statm") >> pages;
+    return pages * 4096;
+  };
+  constexpr std::size_t kWide = std::size_t{1} << 32;
+  for (const bool as_block : {false, true}) {
+    HostBackendOptions options = small_options();
+    options.memory_bytes = kWide;
+    options.poison = false;
+    auto backend = HostBackend::create(options).value();
+    const std::size_t before = address_bytes();
+    ASSERT_TRUE((as_block ? backend->alloc(kWide) : backend->reserve(kWide, 0)).ok());
+    ASSERT_GE(address_bytes(), before + kWide / 2);
+    EXPECT_NE(memory_file().st_ino, 0u);
+
+    backend.reset();
+
+    EXPECT_LT(address_bytes(), before + kWide / 2) << as_block;
+    EXPECT_EQ(memory_file().st_ino, 0u) << "its file is open";
+  }
+}
+
 TEST(HostBackend, AlignsTheArgumentsOfAKernel) {
   static std::uintptr_t places[3];
   static const HostKernel kKernels[] = {{"places",

@@ -28,7 +28,8 @@ CuResult result_of(ptx::FaultKind kind) {
 
 }  // namespace
 
-CuResult load_program(const void* image, std::shared_ptr<const ptx::Module>* program) {
+CuResult load_program(const void* image, std::shared_ptr<const ptx::Module>* program,
+                      std::string* compiler_log) {
   try {
     std::string text = ptx::text_of_image(image);
     const FakeOptions& options = driver().options;
@@ -47,6 +48,7 @@ CuResult load_program(const void* image, std::shared_ptr<const ptx::Module>* pro
     *program = std::make_shared<const ptx::Module>(ptx::parse(std::move(text)));
   } catch (const ptx::Fault& fault) {
     report("the image is refused: %s", fault.what());
+    *compiler_log = fault.what();
     return CuResult::kInvalidPtx;
   }
   return CuResult::kSuccess;

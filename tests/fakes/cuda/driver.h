@@ -320,8 +320,9 @@ void register_kernels(const FakeKernelTable& table);
 // --- kernels in PTX (compiled_kernels.cc) ---
 
 // The PTX of an image, parsed; null where it has none, or where every kernel of it has a host build.
-// Errors: kInvalidImage, kInvalidPtx; the reason is printed.
-CuResult load_program(const void* image, std::shared_ptr<const ptx::Module>* program);
+// Errors: kInvalidImage; kInvalidPtx, with the reason in `compiler_log`, which is printed too.
+CuResult load_program(const void* image, std::shared_ptr<const ptx::Module>* program,
+                      std::string* compiler_log);
 // Executes one launch on the memory that the context may use now. The lock is given up meanwhile. A defect of
 // the kernel is printed and counted, and fails the context.
 CuResult run_program(Lock& lock, Context& context, const ptx::Kernel& kernel, const FakeLaunch& launch,

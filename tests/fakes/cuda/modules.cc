@@ -152,13 +152,7 @@ CuResult launch(CuFunction function, const FakeLaunch& wanted, CuStream stream_h
   return enqueue(stream, std::move(operation));
 }
 
-}  // namespace
-
-void register_kernels(const FakeKernelTable& table) {
-  for (std::size_t i = 0; i < table.count; ++i) driver().kernels[table.kernels[i].name] = &table.kernels[i];
-}
-
-CuResult cuModuleLoadData(CuModule* module, const void* image) {
+CuResult load_module(CuModule* module, const void* image, std::string* compiler_log) {
   Driver& state = driver();
   Lock lock(state.mutex);
   if (module == nullptr || image == nullptr) return CuResult::kInvalidValue;
@@ -168,7 +162,7 @@ CuResult cuModuleLoadData(CuModule* module, const void* image) {
   if (!is_image(image)) return CuResult::kInvalidImage;
   open_kernel_libraries();
   std::shared_ptr<const ptx::Module> program;
-  const CuResult loaded = load_program(image, &program);
+  const CuResult loaded = load_program(image, &program, compiler_log);
   if (loaded != CuResult::kSuccess) return loaded;
   wait_as_a_driver_may(lock);
   *module = next_handle<CuModule>();
@@ -176,9 +170,31 @@ CuResult cuModuleLoadData(CuModule* module, const void* image) {
   return CuResult::kSuccess;
 }
 
-// Options steer the compilation of PTX, which does not happen here.
-CuResult cuModuleLoadDataEx(CuModule* module, const void* image, unsigned, CuJitOption*, void**) {
-  return cuModuleLoadData(module, image);
+}  // namespace
+
+void register_kernels(const FakeKernelTable& table) {
+  for (std::size_t i = 0; i < table.count; ++i) driver().kernels[table.kernels[i].name] = &table.kernels[i];
+}
+
+CuResult cuModuleLoadData(CuModule* module, const void* image) {
+  std::string compiler_log;
+  return load_module(module, image, &compiler_log);
+}
+
+// The other options steer the compilation of PTX, which does not happen here.
+CuResult cuModuleLoadDataEx(CuModule* module, const void* image, unsigned option_count, CuJitOption* options,
+                            void** option_values) {
+  std::string compiler_log;
+  const CuResult result = load_module(module, image, &compiler_log);
+  char* buffer = nullptr;
+  std::size_t buffer_bytes = 0;
+  for (unsigned i = 0; i < option_count; ++i) {
+    if (options[i] == CuJitOption::kErrorLogBuffer) buffer = static_cast<char*>(option_values[i]);
+    if (options[i] == CuJitOption::kErrorLogBufferSizeBytes)
+      buffer_bytes = reinterpret_cast<std::uintptr_t>(option_values[i]);
+  }
+  if (buffer != nullptr && !compiler_log.empty()) compiler_log.copy(buffer, buffer_bytes);
+  return result;
 }
 
 CuResult cuModuleUnload(CuModule module) {
