@@ -689,18 +689,69 @@ TEST_F(PinnedPoolTest, WorksIfTheNumaNodeDoesNotExist) {
   }
 }
 
-TEST_F(PinnedPoolTest, PrefersTheGivenNode) {
+// A backend of a device near a node.
+class NearNodeBackend final : public ForwardingBackend {
+ public:
+  NearNodeBackend(Backend& below, int node) : ForwardingBackend(below), capabilities_(below.capabilities()) {
+    capabilities_.numa_node = node;
+  }
+  const Capabilities& capabilities() const noexcept override { return capabilities_; }
+
+ private:
+  Capabilities capabilities_;
+};
+
+// The given one, or else the nearest to the device.
+TEST_F(PinnedPoolTest, PrefersANode) {
+  constexpr int kDefault = 0;         // MPOL_DEFAULT
   constexpr int kPreferred = 1;       // MPOL_PREFERRED
   constexpr unsigned kOfAddress = 2;  // MPOL_F_ADDR
-  make({.numa_node = 0});
-  std::byte* const block = pool_->allocate(1_MiB).value();
-  int policy = -1;
-  unsigned long nodes[16] = {};
-  if (::syscall(SYS_get_mempolicy, &policy, nodes, 1024ul, block, kOfAddress) != 0) {
-    GTEST_SKIP() << "this system does not tell where memory is placed: " << std::strerror(errno);
+  for (const auto& [given, nearest] : {std::pair{0, -1}, {-1, 0}, {0, 1023}, {-1, -1}}) {
+    NearNodeBackend backend(*backend_, nearest);
+    const auto pool = std::move(PinnedPool::create(backend, {.numa_node = given})).value();
+    std::byte* const block = pool->allocate(1_MiB).value();
+    int policy = -1;
+    unsigned long nodes[16] = {};
+    if (::syscall(SYS_get_mempolicy, &policy, nodes, 1024ul, block, kOfAddress) != 0) {
+      GTEST_SKIP() << "this system does not tell where memory is placed: " << std::strerror(errno);
+    }
+    const bool is_known = given >= 0 || nearest >= 0;
+    EXPECT_EQ(policy, is_known ? kPreferred : kDefault) << given << ", " << nearest;
+    EXPECT_EQ(nodes[0], is_known ? 1u : 0u) << given << ", " << nearest;
   }
-  EXPECT_EQ(policy, kPreferred);
-  EXPECT_EQ(nodes[0], 1u);
+}
+
+// Pinned memory that is touched late would be placed by the thread that comes first.
+TEST_F(PinnedPoolTest, MemoryIsThereOnceItIsHeldUnlessOnlyAddressesAreAskedFor) {
+  for (const bool addresses_only : {false, true}) {
+    make({.huge_pages = false, .addresses_only = addresses_only});
+    std::byte* const block = pool_->allocate(1_MiB).value();
+    std::vector<unsigned char> is_there(1_MiB / kPage);
+    ASSERT_EQ(::mincore(block, 1_MiB, is_there.data()), 0);
+    for (std::size_t i = 0; i < is_there.size(); ++i) {
+      ASSERT_EQ(is_there[i] & 1, addresses_only ? 0 : 1) << "page " << i;
+    }
+  }
+}
+
+// A slab of huge pages begins at one. Addresses beyond the slab go back.
+TEST_F(PinnedPoolTest, SlabsAreAlignedToHugePagesAndKeepNoOtherAddresses) {
+  const auto address_bytes = [] {
+    std::size_t pages = 0;
+    std::ifstream("/proc/self/statm") >> pages;
+    return pages * kPage;
+  };
+  make({.slab_bytes = 1});
+  const std::size_t before = address_bytes();
+  std::vector<std::byte*> blocks;
+  for (int i = 0; i < 32; ++i) {
+    blocks.push_back(pool_->allocate(2_MiB + kPage).value());
+    EXPECT_EQ(reinterpret_cast<std::uintptr_t>(blocks.back()) % 2_MiB, 0u);
+  }
+  EXPECT_LT(address_bytes(), before + 32 * (2_MiB + kPage) + 8_MiB);
+  for (std::byte* const block : blocks) ASSERT_TRUE(pool_->free(block, {}).ok());
+  EXPECT_EQ(pool_->trim(), 32 * (2_MiB + kPage));
+  EXPECT_LT(address_bytes(), before + 8_MiB);
 }
 
 // As the kernel lists them: dc, not copied to child processes; hg, huge pages asked for.

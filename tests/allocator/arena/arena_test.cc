@@ -374,6 +374,33 @@ TEST_F(ArenaTest, MemoryFreedOnARetiredStreamIsFreeForAll) {
   EXPECT_TRUE(arena_->stream_retire(stream).ok()) << "a stream it does not know";
 }
 
+// A live block forgets the stream too: as one that used it, and as one that its memory waited for.
+TEST_F(ArenaTest, ALiveBlockForgetsARetiredStream) {
+  for (const bool recorded : {true, false}) {
+    remake(16 * kChunk);
+    const Stream stream = backend_->stream_create().value();
+    DevicePtr block = take(15 * kChunk, stream);
+    const DevicePtr other = take(512);
+    if (recorded) {
+      ASSERT_TRUE(arena_->record_stream(block, stream).ok());
+    } else {
+      give(block, stream);
+      block = take(15 * kChunk, stream);
+    }
+    ASSERT_TRUE(backend_->stream_synchronize(stream).ok());
+    ASSERT_TRUE(arena_->stream_retire(stream).ok());
+    ASSERT_TRUE(backend_->stream_destroy(stream).ok());
+    // The next stream gets its place.
+    ASSERT_TRUE(arena_->record_stream(other, streams_[0]).ok());
+    hold(streams_[0]);
+
+    give(block);
+
+    EXPECT_EQ(take(15 * kChunk, streams_[1]), block) << recorded;
+    give(other);
+  }
+}
+
 TEST_F(ArenaTest, StreamsBeyondTheTableStillFree) {
   std::vector<Stream> streams;
   std::vector<DevicePtr> blocks;
@@ -391,6 +418,73 @@ TEST_F(ArenaTest, StreamsBeyondTheTableStillFree) {
     ASSERT_TRUE(backend_->stream_destroy(stream).ok());
   }
   take(16 * kChunk);
+}
+
+// A backend that opens a gate when a stream is waited for.
+class GateOpeningBackend final : public ForwardingBackend {
+ public:
+  GateOpeningBackend(Backend& below, Gate& gate) : ForwardingBackend(below), gate_(gate) {}
+  Status stream_synchronize(Stream stream) override {
+    gate_.open();
+    return ForwardingBackend::stream_synchronize(stream);
+  }
+
+ private:
+  Gate& gate_;
+};
+
+// A table of all streams that a block may be used by, with streams to spare.
+class ArenaStreamsTest : public ArenaTest {
+ protected:
+  void SetUp() override {
+    ArenaTest::SetUp();
+    for (int i = 0; i < 65; ++i) many_.push_back(backend_->stream_create().value());
+  }
+  void TearDown() override {
+    gate_.open();
+    for (const Stream stream : many_) EXPECT_TRUE(backend_->stream_destroy(stream).ok());
+    ArenaTest::TearDown();
+  }
+
+  std::vector<Stream> many_;
+};
+
+TEST_F(ArenaStreamsTest, AFreeOnAStreamBeyondTheTableWaitsForItsWork) {
+  GateOpeningBackend backend(*backend_, gate_);
+  const auto arena = Arena::create(backend, {.limit_bytes = 4 * kChunk}).value();
+  const DevicePtr recorded = arena->allocate({.bytes = 512}).value();
+  const DevicePtr block = arena->allocate({.bytes = kChunk}).value();
+  for (int i = 0; i < 64; ++i) ASSERT_TRUE(arena->record_stream(recorded, many_[i]).ok());
+  bool has_run = false;
+  hold(many_[64]);
+  const HostFunction set = [](void* flag) { *static_cast<bool*>(flag) = true; };
+  ASSERT_TRUE(backend_->call_host(many_[64], set, &has_run).ok());
+
+  EXPECT_TRUE(arena->free(block, many_[64]).ok());
+
+  gate_.open();
+  EXPECT_TRUE(has_run) << "the memory is free for all while the stream may still use it";
+  EXPECT_EQ(arena->block_bytes(block), 0u);
+}
+
+// Its blocks belong to a graph, though no memory refers to it yet.
+TEST_F(ArenaStreamsTest, AStreamThatIsCapturedKeepsItsPlace) {
+  const Capture capture = arena_->capture_begin(many_[0]).value();
+  const DevicePtr block = take(512);
+  for (int i = 1; i < 64; ++i) ASSERT_TRUE(arena_->record_stream(block, many_[i]).ok());
+  EXPECT_EQ(arena_->record_stream(block, many_[64]).code(), StatusCode::kUnavailable);
+  ASSERT_TRUE(arena_->capture_end(capture).ok());
+  EXPECT_TRUE(arena_->record_stream(block, many_[64]).ok());
+}
+
+// Its account counts them.
+TEST_F(ArenaStreamsTest, AStreamThatHasBlocksKeepsItsPlace) {
+  std::vector<DevicePtr> blocks;
+  for (int i = 0; i < 64; ++i) blocks.push_back(take(512, many_[i]));
+  EXPECT_EQ(arena_->record_stream(blocks[0], many_[64]).code(), StatusCode::kUnavailable);
+  EXPECT_EQ(arena_->statistics(many_[63]).live_bytes, 512u);
+  give(blocks[63]);
+  EXPECT_TRUE(arena_->record_stream(blocks[0], many_[64]).ok());
 }
 
 TEST_F(ArenaTest, EnforcesItsLimitAndReportsTheHolders) {
@@ -1064,6 +1158,149 @@ TEST_F(ArenaTest, CreateFailsWithoutAddresses) {
   auto refused = Arena::create(*backend_, {.reserve_bytes = 16 * kChunk, .limit_bytes = 4 * kChunk});
   EXPECT_EQ(refused.status().code(), StatusCode::kOutOfMemory);
   EXPECT_TRUE(Arena::create(*backend_, {.reserve_bytes = 16 * kChunk, .limit_bytes = 4 * kChunk}).ok());
+}
+
+// A backend that has few addresses.
+class ScarceAddressesBackend final : public ForwardingBackend {
+ public:
+  ScarceAddressesBackend(Backend& below, std::size_t most) : ForwardingBackend(below), most_(most) {}
+  Result<DevicePtr> reserve(std::size_t bytes, std::size_t alignment) override {
+    if (bytes > most_) return Status(StatusCode::kOutOfMemory, "scarce");
+    return ForwardingBackend::reserve(bytes, alignment);
+  }
+
+ private:
+  const std::size_t most_;
+};
+
+TEST_F(ArenaTest, TakesFewerAddressesWhereTheyAreScarceAndNeverFewerThanItsLimit) {
+  for (const std::size_t most : {300 * kChunk, 256 * kChunk, 255 * kChunk, 16 * kChunk, 15 * kChunk}) {
+    ScarceAddressesBackend backend(*backend_, most);
+    const Result<std::unique_ptr<Arena>> arena = Arena::create(backend, {.limit_bytes = 16 * kChunk});
+    EXPECT_EQ(arena.ok(), most >= 16 * kChunk) << most;
+    if (!arena.ok()) {
+      EXPECT_EQ(arena.status().message(), "cannot make an arena: scarce");
+    } else {
+      EXPECT_TRUE(arena.value()->allocate({.bytes = 16 * kChunk}).ok()) << most;
+    }
+    // A wish is not halved.
+    EXPECT_EQ(Arena::create(backend, {.reserve_bytes = 256 * kChunk, .limit_bytes = 16 * kChunk}).ok(),
+              most >= 256 * kChunk)
+        << most;
+  }
+}
+
+TEST_F(ArenaTest, ALimitIsThatOfItsWholeChunks) {
+  const auto arena = Arena::create(*backend_, {.limit_bytes = 3 * kChunk - 1}).value();
+  EXPECT_NE(arena->report().find("limit 128.00 KiB, "), std::string::npos) << arena->report();
+  EXPECT_TRUE(arena->allocate({.bytes = 2 * kChunk}).ok());
+  const std::string message = arena->allocate({.bytes = 1}).status().message();
+  EXPECT_NE(message.find(" 0 B not taken yet"), std::string::npos) << message;
+}
+
+// A reading of peaks must not change where blocks lie.
+TEST_F(ArenaTest, ResetPeaksDoNotChangeWhetherMemoryIsTaken) {
+  for (const bool resets : {false, true}) {
+    remake(64 * kChunk);
+    std::vector<DevicePtr> blocks;
+    for (int i = 0; i < 20; ++i) blocks.push_back(take(kChunk));
+    for (int i = 10; i < 20; ++i) give(blocks[i]);
+    EXPECT_EQ(arena_->trim(), 10 * kChunk);
+    if (resets) arena_->reset_peaks();
+    for (const int i : {1, 3}) give(blocks[i]);
+
+    take(2 * kChunk);
+
+    EXPECT_EQ(arena_->statistics().moved_chunk_count, 0u) << resets;
+    EXPECT_EQ(reserved(), 12 * kChunk) << resets;
+  }
+}
+
+// --- aliases of which a call fails ---
+
+TEST_F(ArenaTest, AnAliasThatCouldNotBeMovedShowsNothingAndMovesAgain) {
+  const Slot first = arena_->slot_create(2 * kChunk, 0).value();
+  const Slot second = arena_->slot_create(2 * kChunk, 0).value();
+  const DevicePtr alias = arena_->alias_create(first, 2 * kChunk).value();
+  const DevicePtr witness = arena_->alias_create(second, 2 * kChunk).value();
+  *witness = std::byte{7};
+
+  // It still shows the first slot.
+  backend_->add_fault({HostCall::kUnmap, 1, Status(StatusCode::kInternal, "scripted")});
+  const Status stuck = arena_->alias_move(alias, second);
+  EXPECT_EQ(stuck.code(), StatusCode::kInternal);
+  EXPECT_EQ(stuck.message().find("cannot move the alias at "), 0u) << stuck.message();
+  *alias = std::byte{5};
+  EXPECT_EQ(arena_->slot_destroy(first).code(), StatusCode::kInvalidArgument);
+
+  for (const HostCall call : {HostCall::kMap, HostCall::kSetAccess}) {
+    backend_->add_fault({call, 1, Status(StatusCode::kInternal, "scripted")});
+    EXPECT_EQ(arena_->alias_move(alias, second).code(), StatusCode::kInternal);
+  }
+  EXPECT_TRUE(arena_->slot_destroy(first).ok()) << "nothing shows it";
+  ASSERT_TRUE(arena_->alias_move(alias, second).ok());
+  EXPECT_EQ(*alias, std::byte{7});
+  EXPECT_TRUE(arena_->alias_destroy(alias).ok());
+  EXPECT_TRUE(arena_->alias_destroy(witness).ok());
+  EXPECT_TRUE(arena_->slot_destroy(second).ok());
+}
+
+// The addresses of an alias of which even the mapping could not be undone are used again later.
+TEST_F(ArenaTest, AddressesThatAnAliasLeftMappedComeBack) {
+  for (const bool moves : {false, true}) {
+    remake(4 * kChunk, 256_MiB, 8 * kChunk);
+    const Slot slot = arena_->slot_create(2 * kChunk, 0).value();
+    const DevicePtr alias = moves ? arena_->alias_create(slot, 2 * kChunk).value() : nullptr;
+    if (moves) {
+      ASSERT_TRUE(arena_->alias_move(alias, {}).ok());
+    }
+    backend_->add_fault({HostCall::kSetAccess, 1, Status(StatusCode::kInternal, "scripted")});
+    backend_->add_fault({HostCall::kUnmap, 1, Status(StatusCode::kInternal, "scripted")});
+    EXPECT_EQ(moves ? arena_->alias_move(alias, slot).code()
+                    : arena_->alias_create(slot, 2 * kChunk).status().code(),
+              StatusCode::kInternal);
+    EXPECT_NE(arena_->report().find("128.00 KiB lost to failed calls"), std::string::npos)
+        << arena_->report();
+
+    std::vector<DevicePtr> aliases;
+    for (int i = 0; i < 4; ++i) {
+      const Result<DevicePtr> made = arena_->alias_create(slot, 2 * kChunk);
+      ASSERT_TRUE(made.ok()) << made.status().to_string();
+      aliases.push_back(made.value());
+      *aliases.back() = std::byte{1};
+    }
+    EXPECT_NE(arena_->report().find(" 0 B lost to failed calls"), std::string::npos) << arena_->report();
+    for (const DevicePtr one : aliases) EXPECT_TRUE(arena_->alias_destroy(one).ok());
+    EXPECT_TRUE(arena_->slot_destroy(slot).ok());
+  }
+}
+
+// Addresses that own no memory are given up where an alias or a fixed block finds no others.
+TEST_F(ArenaTest, AliasesAndFixedBlocksGetTheAddressesOfOldMappings) {
+  for (const bool fixed : {false, true}) {
+    remake(6 * kChunk, 256_MiB, 8 * kChunk);
+    const Slot slot = arena_->slot_create(kChunk, 0).value();
+    const Slot spare = arena_->slot_create(kChunk, 0).value();
+    std::vector<DevicePtr> blocks;
+    for (int i = 0; i < 4; ++i) blocks.push_back(take(kChunk));
+    for (const int i : {0, 2}) give(blocks[i]);
+    take(2 * kChunk);
+    ASSERT_EQ(arena_->statistics().moved_chunk_count, 2u) << "six addresses are mapped";
+    ASSERT_TRUE(arena_->slot_destroy(spare).ok());
+    std::vector<DevicePtr> aliases;
+    for (int i = 0; i < 2; ++i) aliases.push_back(arena_->alias_create(slot, kChunk).value());
+
+    if (fixed) {
+      const Result<DevicePtr> block = arena_->allocate({.bytes = 1, .fixed = true});
+      EXPECT_TRUE(block.ok()) << block.status().to_string();
+    } else {
+      const Result<DevicePtr> alias = arena_->alias_create(slot, kChunk);
+      EXPECT_TRUE(alias.ok()) << alias.status().to_string();
+      if (alias.ok()) aliases.push_back(alias.value());
+    }
+
+    for (const DevicePtr alias : aliases) EXPECT_TRUE(arena_->alias_destroy(alias).ok());
+  }
 }
 
 TEST_F(ArenaTest, ServesManyThreadsAtOnce) {
