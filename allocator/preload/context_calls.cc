@@ -62,11 +62,15 @@ DriverResult begin_capture(DriverStream stream, More... more) {
   return result;
 }
 
-// After an error the capture may go on or be over; any_capture asks the driver.
+// After an error the capture may go on or be over. Only here the driver can be asked about a thread's default
+// stream, which any_capture cannot.
 template <auto kCall, bool kPerThread>
 DriverResult end_capture(DriverStream stream, DriverGraph* graph) {
+  DriverResult answer = kDriverSuccess;
+  const bool was_capturing = is_capturing(stream, kPerThread, &answer);
   const DriverResult result = (preload_state().real.*kCall)(stream, graph);
-  if (result == kDriverSuccess) capture_ended(stream, kPerThread);
+  if (result == kDriverSuccess || (was_capturing && !is_capturing(stream, kPerThread, &answer)))
+    capture_ended(stream, kPerThread);
   return result;
 }
 

@@ -170,6 +170,42 @@ TEST(PreloadMemory, ResetAndLastReleaseOfADeviceGiveEverythingBack) {
   run.expect_no_hazard();
 }
 
+TEST(PreloadMemory, AContextLivesUntilItsLastRelease) {
+  const PreloadRun bare(matter("releases"), "none");
+  PreloadRun run(matter("releases"));
+
+  EXPECT_EQ(run.finished.exit_code, 0) << run.finished.output;
+  EXPECT_EQ(run.finished.output, "after the first of two releases: kept 1\n");
+  EXPECT_EQ(run.finished.output, bare.finished.output);
+  EXPECT_EQ(run.served(PreloadServer::kArena), 2u);
+  run.expect_no_hazard();
+}
+
+TEST(PreloadMemory, AStreamThatGoesWithItsContextIsNotDestroyedAgain) {
+  PreloadRun run(matter("stream-reset"), "arena", {{"FAKE_CUDA_LATENCY_NS", "20000000"}});
+
+  EXPECT_EQ(run.finished.exit_code, 0) << run.finished.output;
+  EXPECT_EQ(run.fake["calls_cuStreamDestroy_v2"], 1u);
+  run.expect_no_hazard();
+}
+
+TEST(PreloadMemory, NothingWaitsWhileAnyStreamIsCapturedAndFreesDoAgainAfterwards) {
+  PreloadRun run(matter("captures"), "arena", {{"FAKE_CUDA_LATENCY_NS", "20000000"}});
+
+  EXPECT_EQ(run.finished.exit_code, 0);
+  EXPECT_EQ(run.finished.output,
+            "before: idle 1\n"
+            "one of two has ended: idle 0\n"
+            "trimmed: idle 0\n"
+            "refused 2: idle 0\n"
+            "both have ended: idle 1\n"
+            "its stream has ended: idle 1\n"
+            "it was invalid: idle 1\n"
+            "freed by a graph: 0\n");
+  EXPECT_EQ(run.record().live_bytes, 0u);
+  run.expect_no_hazard();
+}
+
 class PreloadReordered : public ::testing::TestWithParam<int> {};
 
 TEST_P(PreloadReordered, EachThreadHasItsOwnDefaultStream) {
@@ -262,6 +298,14 @@ TEST(PreloadMemory, MemoryKnownOutsideKeepsItsAddress) {
   EXPECT_EQ(run.finished.output,
             "handle 0\nsame address 1, same memory 1\non another stream 0, on the same 1\n"
             "on the thread's own 1\n");
+  run.expect_no_hazard();
+}
+
+TEST(PreloadMemory, AllBlocksOfAMappingThatIsKnownOutsideKeepTheirAddresses) {
+  PreloadRun run(matter("pinned-together"));
+
+  EXPECT_EQ(run.finished.exit_code, 0);
+  EXPECT_EQ(run.finished.output, "same address 1\nsame address 1\n");
   run.expect_no_hazard();
 }
 

@@ -21,6 +21,12 @@ std::vector<std::shared_ptr<Capture>> captures() {
   for (const auto& [handle, stream] : driver().streams) {
     if (stream->capture != nullptr && stream->capture->origin == handle) result.push_back(stream->capture);
   }
+  for (const auto& [handle, context] : driver().contexts) {
+    for (const auto& [number, stream] : context->per_thread) {
+      if (stream->capture != nullptr && stream->capture->origin == stream->handle)
+        result.push_back(stream->capture);
+    }
+  }
   return result;
 }
 
@@ -46,8 +52,8 @@ CuResult begin(CuStream handle, CuCaptureMode mode) {
   StreamPtr stream;
   const CuResult result = find_stream(handle, &stream);
   if (result != CuResult::kSuccess) return result;
-  // The default streams cannot be captured here; the driver allows the per-thread one.
-  if (stream->is_default) return CuResult::kStreamCaptureUnsupported;
+  // A thread's own default stream can be captured.
+  if (stream->legacy) return CuResult::kStreamCaptureUnsupported;
   if (stream->capture != nullptr) return CuResult::kIllegalState;
   auto capture = std::make_shared<Capture>();
   capture->id = state.next_capture_id++;

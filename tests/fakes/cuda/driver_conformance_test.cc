@@ -768,6 +768,10 @@ TEST_F(DriverConformance, TheLegacyStreamDoesNotMixWithACaptureOfABlockingStream
   EXPECT_CU(kStreamCaptureImplicit, driver_.cuMemsetD8Async(address, 0, 64, nullptr));
   EXPECT_CU(kStreamCaptureInvalidated, driver_.cuStreamEndCapture(blocking, &graph));
   EXPECT_CU(kStreamCaptureUnsupported, driver_.cuStreamBeginCapture_v2(nullptr, CuCaptureMode::kGlobal));
+  // A thread's own default stream can be captured.
+  ASSERT_CU_OK(driver_.cuStreamBeginCapture_v2(per_thread_stream(), CuCaptureMode::kThreadLocal));
+  ASSERT_CU_OK(driver_.cuStreamEndCapture(per_thread_stream(), &graph));
+  EXPECT_CU_OK(driver_.cuGraphDestroy(graph));
   EXPECT_CU_OK(driver_.cuStreamDestroy_v2(blocking));
   EXPECT_CU_OK(driver_.cuMemFree_v2(address));
 }

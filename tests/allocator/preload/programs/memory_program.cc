@@ -340,6 +340,130 @@ int reset() {
   return 0;
 }
 
+// A context that two parts of the program hold lives until both have let it go, and so does its memory.
+int releases() {
+  CuContext same = nullptr;
+  CuDevicePtr block = 0;
+  CHECK_CU(driver.cuDevicePrimaryCtxRetain(&same, 0));
+  CHECK(same == context);
+  CHECK_CU(driver.cuMemAlloc_v2(&block, kMiB));
+  CHECK_CU(driver.cuMemsetD8_v2(block, 0x3C, kMiB));
+  CHECK_CU(driver.cuDevicePrimaryCtxRelease_v2(0));
+  unsigned char byte = 0;
+  CHECK_CU(driver.cuMemcpyDtoH_v2(&byte, block + kMiB - 1, 1));
+  std::printf("after the first of two releases: kept %d\n", byte == 0x3C);
+  CHECK_CU(driver.cuMemFree_v2(block));
+  CHECK_CU(driver.cuMemAlloc_v2(&block, 2 * kMiB));
+  CHECK_CU(driver.cuMemFree_v2(block));
+  return 0;
+}
+
+// A stream that was destroyed while its work ran goes with its context, and is not destroyed once more.
+int stream_reset() {
+  CuDevicePtr block = 0;
+  CuStream busy = new_stream();
+  CHECK_CU(driver.cuMemAllocAsync(&block, kMiB, busy));
+  if (queue_work(busy, block) != 0) return 1;
+  CHECK_CU(driver.cuMemFreeAsync(block, busy));
+  CHECK_CU(driver.cuStreamDestroy_v2(busy));
+  CHECK_CU(driver.cuDevicePrimaryCtxReset_v2(0));
+  CHECK_CU(driver.cuCtxSetCurrent(context));
+  CHECK_CU(driver.cuMemAlloc_v2(&block, kMiB));
+  CHECK_CU(driver.cuMemFree_v2(block));
+  CHECK_CU(driver.cuStreamDestroy_v2(new_stream()));
+  return 0;
+}
+
+// Says whether a plain free waits for work that is queued.
+int tell_free(const char* when) {
+  const CuStream stream = new_stream();
+  CuDevicePtr block = 0;
+  CHECK_CU(driver.cuMemAlloc_v2(&block, kMiB));
+  if (queue_work(stream, block) != 0) return 1;
+  CHECK_CU(driver.cuMemFree_v2(block));
+  std::printf("%s: idle %d\n", when, is_idle(stream));
+  CHECK_CU(driver.cuStreamSynchronize(stream));
+  return 0;
+}
+
+// A thread that captures its own default stream until it is told to end that.
+class CapturingThread {
+ public:
+  explicit CapturingThread(bool is_spoilt)
+      : thread_([this, is_spoilt] {
+          failed_ =
+              driver.cuCtxSetCurrent(context) != CuResult::kSuccess ||
+              per_thread.cuStreamBeginCapture_v2(nullptr, CuCaptureMode::kRelaxed) != CuResult::kSuccess;
+          if (is_spoilt) (void)per_thread.cuStreamSynchronize(nullptr);
+          state_ = kBegun;
+          while (state_ != kEnding) std::this_thread::yield();
+          CuGraph graph = nullptr;
+          const CuResult ended = per_thread.cuStreamEndCapture(nullptr, &graph);
+          failed_ = failed_ || (ended != CuResult::kSuccess) != is_spoilt;
+          if (graph != nullptr) (void)driver.cuGraphDestroy(graph);
+        }) {
+    while (state_ != kBegun) std::this_thread::yield();
+  }
+  ~CapturingThread() { end(); }
+  // Whether all went as it should.
+  bool end() {
+    state_ = kEnding;
+    if (thread_.joinable()) thread_.join();
+    return !failed_;
+  }
+
+ private:
+  enum { kIdle, kBegun, kEnding };
+  std::atomic<int> state_{kIdle};
+  std::atomic<bool> failed_{false};
+  std::thread thread_;  // Last: it uses the others.
+};
+
+// While any stream is captured nothing waits for the device, and afterwards frees do again, however the
+// captures end.
+int captures() {
+  CuMemoryPool pool = nullptr;
+  CHECK_CU(driver.cuDeviceGetDefaultMemPool(&pool, 0));
+  const CuStream other = new_stream();
+  if (tell_free("before") != 0) return 1;
+
+  CapturingThread first(false), second(false);
+  CHECK(first.end());
+  if (tell_free("one of two has ended") != 0) return 1;
+  CuDevicePtr block = 0, refused = 0;
+  CHECK_CU(driver.cuMemAllocAsync(&block, 4 * kMiB, other));
+  if (queue_work(other, block) != 0) return 1;
+  CHECK_CU(driver.cuMemFreeAsync(block, other));
+  CHECK_CU(driver.cuMemPoolTrimTo(pool, 0));
+  std::printf("trimmed: idle %d\n", is_idle(other));
+  // All memory is free but for what that work may still use.
+  const CuResult full = driver.cuMemAllocAsync(&refused, total_bytes() - kMiB, new_stream());
+  std::printf("refused %u: idle %d\n", number(full), is_idle(other));
+  CHECK(second.end());
+  if (tell_free("both have ended") != 0) return 1;
+
+  // With its stream.
+  const CuStream captured = new_stream();
+  CHECK_CU(driver.cuStreamBeginCapture_v2(captured, CuCaptureMode::kRelaxed));
+  CHECK_CU(driver.cuStreamDestroy_v2(captured));
+  if (tell_free("its stream has ended") != 0) return 1;
+
+  // With an error.
+  CapturingThread spoilt(true);
+  CHECK(spoilt.end());
+  if (tell_free("it was invalid") != 0) return 1;
+
+  // An ordered free on a captured stream would have to go into the graph.
+  const CuStream graphs = new_stream();
+  CHECK_CU(driver.cuMemAlloc_v2(&block, kMiB));
+  CHECK_CU(driver.cuStreamBeginCapture_v2(graphs, CuCaptureMode::kRelaxed));
+  std::printf("freed by a graph: %d\n", driver.cuMemFreeAsync(block, graphs) == CuResult::kSuccess);
+  CuGraph graph = nullptr;
+  (void)driver.cuStreamEndCapture(graphs, &graph);
+  CHECK_CU(driver.cuMemFree_v2(block));
+  return 0;
+}
+
 // Threads that each use their own default stream through the same null.
 int thread_streams() {
   std::atomic<int> wrong{0};
@@ -634,6 +758,52 @@ int pinned() {
   return 0;
 }
 
+// Takes nearly all memory but [begin, begin + bytes), and gives it back.
+int surround(CuDevicePtr begin, std::size_t bytes) {
+  std::vector<CuDevicePtr> others;
+  CuDevicePtr other = 0;
+  for (const std::size_t each : {5 * kMiB, 3 * kMiB / 2, kMiB / 8}) {
+    while (others.size() < 200 && driver.cuMemAlloc_v2(&other, each) == CuResult::kSuccess) {
+      CHECK(other >= begin + bytes || other + each <= begin);
+      others.push_back(other);
+    }
+  }
+  for (const CuDevicePtr one : others) CHECK_CU(driver.cuMemFree_v2(one));
+  return 0;
+}
+
+// The handle of a mapping is that of all blocks in it.
+int pinned_together() {
+  CuDevicePtr a = 0, b = 0;
+  CHECK_CU(driver.cuMemAlloc_v2(&a, kMiB / 2));
+  CHECK_CU(driver.cuMemAlloc_v2(&b, kMiB / 2));
+  CHECK(a >> 21 == b >> 21);
+  CuMemHandle handle = 0;
+  CHECK_CU(driver.cuMemRetainAllocationHandle(&handle, reinterpret_cast<void*>(a)));
+  CHECK_CU(driver.cuMemFree_v2(b));
+  if (surround(b, kMiB / 2) != 0) return 1;
+  // Used again and freed again, it is pinned still.
+  for (int i = 0; i < 2; ++i) {
+    CuDevicePtr again = 0;
+    CHECK_CU(driver.cuMemAlloc_v2(&again, kMiB / 2));
+    std::printf("same address %d\n", again == b);
+    CHECK_CU(driver.cuMemFree_v2(again));
+    if (surround(b, kMiB / 2) != 0) return 1;
+  }
+  CHECK_CU(driver.cuMemRelease(handle));
+  CHECK_CU(driver.cuMemFree_v2(a));
+
+  // The tokens by which another device's driver finds the memory.
+  CuDevicePtr shown = 0;
+  CHECK_CU(driver.cuMemAlloc_v2(&shown, 3 * kMiB / 4));
+  CuPointerAttribute tokens = CuPointerAttribute::kP2pTokens;
+  std::uint64_t values[2] = {};
+  void* answers[] = {values};
+  CHECK_CU(driver.cuPointerGetAttributes(1, &tokens, answers, shown));
+  CHECK_CU(driver.cuMemFree_v2(shown));
+  return surround(shown, 3 * kMiB / 4);
+}
+
 // A network card that has the descriptor of a block reaches the same memory by it after the free.
 int exported() {
   CuDevicePtr block = 0;
@@ -714,7 +884,11 @@ int run(const std::string& matter) {
                                                                {"late-free", late_free},
                                                                {"thread-free", thread_free},
                                                                {"thread-resets", thread_resets},
-                                                               {"many-threads", many_threads}};
+                                                               {"many-threads", many_threads},
+                                                               {"releases", releases},
+                                                               {"stream-reset", stream_reset},
+                                                               {"captures", captures},
+                                                               {"pinned-together", pinned_together}};
   if (!query_driver("libcuda.so.1", kProcAddressDefault, &driver) ||
       !query_driver("libcuda.so.1", kProcAddressPerThreadStream, &per_thread)) {
     return 2;
