@@ -59,7 +59,10 @@ class PreloadRun {
     EXPECT_TRUE(read.ok()) << read.status().message();
     if (read.ok()) records = std::move(read).value();
     std::ifstream summary(directory_ / "summary");
-    for (std::string name; summary >> name;) summary >> fake[name];
+    for (std::string name; summary >> name;) {
+      summary >> fake[name];
+      if (name == "live_handles") live_handles.push_back(fake[name]);
+    }
   }
 
   // The only record. Fails the test if there are several.
@@ -85,7 +88,8 @@ class PreloadRun {
 
   Finished finished;
   std::vector<PreloadReport> records;
-  std::map<std::string, std::uint64_t> fake;
+  std::map<std::string, std::uint64_t> fake;  // At the end of the last process.
+  std::vector<std::uint64_t> live_handles;    // At the end of each process, in this order.
 
  private:
   TemporaryDirectory directory_;

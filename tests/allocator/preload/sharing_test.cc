@@ -1,5 +1,6 @@
 // CUDA IPC between processes under the preload, on the fake.
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <string>
 #include <vector>
@@ -24,9 +25,20 @@ TEST(PreloadSharing, TwoProcessesUseOneBlock) {
     served += record.allocations[static_cast<std::size_t>(PreloadServer::kArena)];
     EXPECT_EQ(record.problem, "");
   }
-  EXPECT_EQ(served, 16u);
+  EXPECT_EQ(served, 43u);
+  // The second has closed all that it had opened: its context is left.
+  ASSERT_EQ(run.live_handles.size(), 2u);
+  EXPECT_EQ(run.live_handles.front(), 1u);
   // No IPC call reached the driver, which does not support it for this memory.
   EXPECT_EQ(run.fake["calls_cuIpcGetMemHandle"], 0u);
+  run.expect_no_hazard();
+}
+
+TEST(PreloadSharing, ABlockIsClosedAfterTheWorkThatUsesIt) {
+  PreloadRun run({program("sharing_program")}, "arena", {{"FAKE_CUDA_LATENCY_NS", "5000000"}});
+
+  EXPECT_EQ(run.finished.exit_code, 0);
+  EXPECT_EQ(run.finished.output, "second: 0\nfirst: all well\n");
   run.expect_no_hazard();
 }
 
@@ -80,6 +92,16 @@ TEST(PreloadSharing, AProcessWithoutThePreloadIsRefused) {
   EXPECT_EQ(run.finished.exit_code, 0);
   EXPECT_EQ(run.finished.output, "a stranger opens it: 1\nfirst: all well\n");
   EXPECT_EQ(run.records.size(), 1u);
+}
+
+// Even with the right handle.
+TEST(PreloadSharing, AnotherUsersProcessIsRefused) {
+  if (::geteuid() != 0) GTEST_SKIP() << "only root can start a process of another user";
+  PreloadRun run({program("sharing_program"), "foreign"});
+
+  EXPECT_EQ(run.finished.exit_code, 0);
+  EXPECT_NE(run.finished.output.find("a stranger opens it: 1\nfirst: all well\n"), std::string::npos)
+      << run.finished.output;
 }
 
 }  // namespace

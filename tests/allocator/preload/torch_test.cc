@@ -74,6 +74,18 @@ TEST(TorchAllocatorLimits, AFullDeviceIsReportedAndServesAgain) {
       << run.finished.output;
   EXPECT_NE(run.finished.output.find("16 blocks of 4 MiB\nall well\n"), std::string::npos)
       << run.finished.output;
+
+  const PreloadRun counted({program("torch_program"), CORE_LIBRARY, "full"});
+  EXPECT_EQ(counted.finished.exit_code, 0);
+  EXPECT_EQ(counted.record().refused, 1u);
+}
+
+TEST(TorchAllocatorSharing, ABlockThatIsKnownOutsideKeepsItsMemory) {
+  PreloadRun run({program("torch_program"), CORE_LIBRARY, "pinned"});
+
+  EXPECT_EQ(run.finished.exit_code, 0);
+  EXPECT_EQ(run.finished.output, "same block 1\n");
+  run.expect_no_hazard();
 }
 
 }  // namespace

@@ -8,6 +8,7 @@
 //   sharing_program crowded    the first has no descriptor left when the second asks, and some later
 //   sharing_program crowded-later   the same, but the first has waited for a request before
 //   sharing_program stranger   the second runs in another environment: nothing is preloaded there
+//   sharing_program foreign    the second runs as another user (only root can do that)
 #include <fcntl.h>
 #include <poll.h>
 #include <sched.h>
@@ -99,6 +100,8 @@ int second() {
   if (start() != 0) return 1;
   CHECK(::read(STDIN_FILENO, &message, sizeof message) == static_cast<ssize_t>(sizeof message));
   CuDevicePtr address = 0, again = 0;
+  CHECK(driver.cuIpcOpenMemHandle_v2(&address, message.handle, kIpcLazyEnablePeerAccess + 1) ==
+        CuResult::kInvalidValue);
   CHECK_CU(driver.cuIpcOpenMemHandle_v2(&address, message.handle, kIpcLazyEnablePeerAccess));
   CHECK((received_count > 0) == (std::getenv("FOREBAY_PRELOAD") != nullptr));
   CHECK(inherited_count == 0);
@@ -111,8 +114,62 @@ int second() {
   CHECK_CU(driver.cuMemcpyHtoD_v2(address, mine.data(), kBytes));
   CHECK_CU(driver.cuCtxSynchronize());
   CHECK(driver.cuMemFree_v2(address) == CuResult::kInvalidValue);
+  if (std::getenv("FOREBAY_PRELOAD") != nullptr) {
+    // Closed at once: under the preload that waits for queued work.
+    for (int i = 0; i < 3; ++i)
+      CHECK_CU(driver.cuMemcpyHtoDAsync_v2(address, mine.data(), kBytes, legacy_stream()));
+  }
   CHECK_CU(driver.cuIpcCloseMemHandle(address));
   CHECK(driver.cuIpcCloseMemHandle(address) == CuResult::kInvalidValue);
+  return 0;
+}
+
+// Whether the thread of this process with this name is waiting.
+bool is_waiting(const std::string& name) {
+  for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
+    std::string found, stat;
+    std::ifstream(task.path() / "comm") >> found;
+    std::getline(std::ifstream(task.path() / "stat"), stat);
+    // "NUMBER (NAME) STATE ...".
+    const std::size_t end = stat.rfind(") ");
+    if (found == name && end != std::string::npos && stat[end + 2] == 'S') return true;
+  }
+  return false;
+}
+
+// The thread that answers gets no signals of the program, and the calling thread keeps its own.
+bool signals_are_left_alone() {
+  sigset_t mine;
+  ::pthread_sigmask(SIG_SETMASK, nullptr, &mine);
+  if (::sigismember(&mine, SIGTERM) != 0 || ::sigismember(&mine, SIGUSR1) != 0) return false;
+  for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
+    std::string name;
+    std::ifstream(task.path() / "comm") >> name;
+    std::ifstream status(task.path() / "status");
+    unsigned long long blocked = ~0ull;
+    for (std::string word; name == "forebay-ipc" && status >> word;) {
+      if (word == "SigBlk:") status >> std::hex >> blocked;
+    }
+    for (const int number : {SIGINT, SIGTERM, SIGUSR1}) {
+      if ((blocked >> (number - 1) & 1) == 0) return false;
+    }
+  }
+  return true;
+}
+
+// No other block gets memory that another process may have opened, at whatever address.
+int allocate_around(CuDevicePtr block) {
+  std::vector<CuDevicePtr> others;
+  CuDevicePtr other = 0;
+  while (driver.cuMemAlloc_v2(&other, 1u << 20) == CuResult::kSuccess) {
+    CHECK_CU(driver.cuMemsetD8_v2(other, 0x6B, 1u << 20));
+    others.push_back(other);
+  }
+  CuDevicePtr again = 0;
+  CHECK_CU(driver.cuMemAlloc_v2(&again, kBytes));
+  CHECK(again == block && holds(block, 2));
+  for (const CuDevicePtr one : others) CHECK_CU(driver.cuMemFree_v2(one));
+  CHECK_CU(driver.cuMemFree_v2(again));
   return 0;
 }
 
@@ -158,6 +215,10 @@ int both(const char* program) {
   CHECK_CU(driver.cuIpcGetMemHandle(&message.handle, block));
   CHECK_CU(driver.cuIpcGetMemHandle(&same.handle, block));
   CHECK(std::memcmp(&message, &same, sizeof message) == 0);
+  const bool is_preloaded = std::getenv("FOREBAY_PRELOAD") != nullptr;
+  // A thread that has just been made has no signals yet in any case.
+  while (is_preloaded && !is_waiting("forebay-ipc")) ::sched_yield();
+  CHECK(signals_are_left_alone());
   // A process does not open its own handles.
   CuDevicePtr own = 0;
   CHECK(driver.cuIpcOpenMemHandle_v2(&own, message.handle, kIpcLazyEnablePeerAccess) ==
@@ -167,6 +228,7 @@ int both(const char* program) {
   std::printf("second: %d\n", ended);
   CHECK(holds(block, 2));
   CHECK_CU(driver.cuMemFree_v2(block));
+  if (is_preloaded && allocate_around(block) != 0) return 1;
   for (const CuDevicePtr one : kept) CHECK_CU(driver.cuMemFree_v2(one));
   std::printf("first: all well\n");
   return ended;
@@ -222,19 +284,6 @@ double processor_ms() {
   return static_cast<double>(time.tv_sec) * 1e3 + static_cast<double>(time.tv_nsec) / 1e6;
 }
 
-// Whether the thread of this process with this name is waiting.
-bool is_waiting(const std::string& name) {
-  for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
-    std::string found, stat;
-    std::ifstream(task.path() / "comm") >> found;
-    std::getline(std::ifstream(task.path() / "stat"), stat);
-    // "NUMBER (NAME) STATE ...".
-    const std::size_t end = stat.rfind(") ");
-    if (found == name && end != std::string::npos && stat[end + 2] == 'S') return true;
-  }
-  return false;
-}
-
 // `is_awaited`: the table is filled when the thread that answers is already waiting. The system has then set
 // a descriptor aside for the first connection, and there is none for the chunk.
 int be_crowded(const char* program, bool is_awaited) {
@@ -281,9 +330,9 @@ int try_to_open() {
   return 0;
 }
 
-int share_with_a_stranger(const char* program) {
-  ::unsetenv("LD_PRELOAD");
-  const Child child = start_second(program, "try");
+int share_with_a_stranger(const char* program, bool is_foreign) {
+  if (!is_foreign) ::unsetenv("LD_PRELOAD");
+  const Child child = start_second(program, is_foreign ? "try-as-another-user" : "try");
   if (start() != 0) return 1;
   CuDevicePtr block = 0;
   CHECK_CU(driver.cuMemAlloc_v2(&block, kBytes));
@@ -333,8 +382,10 @@ int main(int argc, char** argv) {
   if (what == "kill") return be_killed(argv[0]);
   if (what == "refuse") return refuse();
   if (what == "try") return try_to_open();
+  if (what == "try-as-another-user") return ::setuid(65534) == 0 ? try_to_open() : 1;
+  if (what == "foreign") return share_with_a_stranger(argv[0], true);
   if (what == "crowded") return be_crowded(argv[0], false);
   if (what == "crowded-later") return be_crowded(argv[0], true);
-  if (what == "stranger") return share_with_a_stranger(argv[0]);
+  if (what == "stranger") return share_with_a_stranger(argv[0], false);
   return both(argv[0]);
 }

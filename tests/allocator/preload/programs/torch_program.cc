@@ -1,6 +1,6 @@
 // Does the same as PyTorch with a pluggable allocator: opens the library by its path, finds the functions by
 // their names, and allocates, uses and frees on streams. It also takes some memory from the driver.
-//   torch_program PATH_OF_CORE [full | record | capture]
+//   torch_program PATH_OF_CORE [full | record | capture | pinned]
 #include <sys/types.h>
 
 #include <algorithm>
@@ -128,6 +128,29 @@ int capture(CuContext context) {
   return 0;
 }
 
+// A block that is known outside the process keeps its memory after its free.
+int pinned(CuContext context) {
+  constexpr ssize_t kBytes = 6 << 20;
+  CHECK_CU(driver.cuCtxSetCurrent(context));
+  CuStream stream = nullptr;
+  CHECK_CU(driver.cuStreamCreate(&stream, kStreamNonBlocking));
+  void* const block = allocate(kBytes, 0, stream);
+  CHECK(block != nullptr);
+  CuMemHandle handle = 0;
+  CHECK_CU(driver.cuMemRetainAllocationHandle(&handle, block));
+  give_back(block, kBytes, 0, stream);
+  for (int i = 0; i < 8; ++i) {
+    const CuDevicePtr other = address_of(allocate(5 << 20, 0, stream));
+    CHECK(other != 0);
+    CHECK(other >= address_of(block) + kBytes || other + (5 << 20) <= address_of(block));
+  }
+  CuDevicePtr again = 0;
+  CHECK_CU(driver.cuMemAllocAsync(&again, kBytes, stream));
+  std::printf("same block %d\n", again == address_of(block));
+  CHECK_CU(driver.cuMemRelease(handle));
+  return 0;
+}
+
 int run(const char* core, const std::string& what) {
   const bool fill = what == "full";
   void* const library = ::dlopen(core, RTLD_NOW);
@@ -144,6 +167,7 @@ int run(const char* core, const std::string& what) {
   CHECK_CU(driver.cuCtxSetCurrent(context));
   if (what == "record") return record_use(context);
   if (what == "capture") return capture(context);
+  if (what == "pinned") return pinned(context);
 
   CHECK(allocate(0, 0, nullptr) == nullptr);
   void* const block = allocate(1u << 20, 0, nullptr);
