@@ -217,7 +217,12 @@ DriverResult destroy_stream(DriverStream stream) {
   (void)state.used.cuStreamGetCtx(stream, &made.context);
   kept_streams().add({made});
   std::size_t excess = kept_streams().size() - std::min(kept_streams().size(), kKeptStreamLimit);
-  for (const KeptStream& oldest : kept_streams().take([&](const KeptStream&) { return excess-- > 0; })) {
+  const auto is_excess = [&](const KeptStream&) {
+    if (excess == 0) return false;
+    --excess;
+    return true;
+  };
+  for (const KeptStream& oldest : kept_streams().take(is_excess)) {
     (void)state.used.cuStreamSynchronize(oldest.stream);
     (void)retire_and_destroy(oldest.stream);
   }

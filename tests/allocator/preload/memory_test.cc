@@ -99,6 +99,15 @@ TEST(PreloadMemory, AFullDeviceReturnsTheDriversErrorAndServesAfterAFree) {
   run.expect_no_hazard();
 }
 
+TEST(PreloadMemory, TheArenaMakesWayForTheDriverAndTellsErrorsOfQueuedWork) {
+  PreloadRun run(matter("make-way"), "arena",
+                 {{"FAKE_CUDA_LATENCY_NS", "20000000"}, {"FAKE_CUDA_QUIET", "1"}});
+
+  EXPECT_EQ(run.finished.exit_code, 0);
+  EXPECT_EQ(run.finished.output, "pitched: 0\nits free: 700\na plain free: 700\n");
+  EXPECT_EQ(run.record().live_bytes, 0u);
+}
+
 TEST(PreloadMemory, TheDefaultPoolReportsItsAllocations) {
   PreloadRun run(matter("pool"));
 
@@ -178,6 +187,7 @@ TEST(PreloadMemory, AContextLivesUntilItsLastRelease) {
   EXPECT_EQ(run.finished.output, "after the first of two releases: kept 1\n");
   EXPECT_EQ(run.finished.output, bare.finished.output);
   EXPECT_EQ(run.served(PreloadServer::kArena), 2u);
+  EXPECT_EQ(run.live_handles, std::vector<std::uint64_t>{0}) << "the context is still there";
   run.expect_no_hazard();
 }
 
@@ -276,6 +286,15 @@ TEST(PreloadMemory, StreamsMayBeDestroyedWhileTheirWorkRuns) {
   EXPECT_EQ(run.finished.exit_code, 0);
   EXPECT_EQ(run.finished.output, "all free 1\n");
   EXPECT_EQ(run.served(PreloadServer::kArena), 301u);
+  EXPECT_EQ(run.unserved(), 0u);
+  run.expect_no_hazard();
+}
+
+TEST(PreloadMemory, MemoryOfEndedStreamsServesAllOnceTheirWorkHasRun) {
+  PreloadRun run(matter("ended-streams"));
+
+  EXPECT_EQ(run.finished.exit_code, 0);
+  EXPECT_EQ(run.finished.output, "idle when it ended: 0\nthe oldest of many: waited for 1\n");
   EXPECT_EQ(run.unserved(), 0u);
   run.expect_no_hazard();
 }

@@ -14,11 +14,14 @@
 #include <vector>
 
 #include "tests/allocator/preload/driver_access.h"
+#include "tests/support/thread_state.h"
 
 namespace forebay::testing {
 namespace {
 
 constexpr std::size_t kMiB = 1u << 20;
+// The most destroyed streams that the preload keeps until they are idle.
+constexpr int kKeptStreams = 256;
 
 Driver driver;      // A null stream is the legacy one.
 Driver per_thread;  // A null stream is the calling thread's own.
@@ -128,6 +131,23 @@ int full() {
   CHECK_CU(driver.cuMemFree_v2(blocks[3]));
   std::printf("apart: %u\n", number(driver.cuMemAlloc_v2(&block, 8 * kMiB)));
   std::printf("%s\n", blocks.size() >= 15 ? "nearly all of it" : "too little");
+  return 0;
+}
+
+// Unused memory of the arena goes back where the driver itself needs some. An error of queued work is told by
+// a plain free, and the block is free all the same.
+int make_way() {
+  CuDevicePtr block = 0, own = 0;
+  std::size_t pitch = 0;
+  CHECK_CU(driver.cuMemAlloc_v2(&block, 40 * kMiB));
+  CHECK_CU(driver.cuMemFree_v2(block));
+  std::printf("pitched: %u\n", number(driver.cuMemAllocPitch_v2(&own, &pitch, kMiB, 40, 4)));
+  CHECK_CU(driver.cuMemAlloc_v2(&block, kMiB));
+  const CuStream stream = new_stream();
+  if (queue_work(stream, own) != 0) return 1;
+  // The defect: memory goes away under queued work.
+  std::printf("its free: %u\n", number(driver.cuMemFree_v2(own)));
+  std::printf("a plain free: %u\n", number(driver.cuMemFree_v2(block)));
   return 0;
 }
 
@@ -355,6 +375,7 @@ int releases() {
   CHECK_CU(driver.cuMemFree_v2(block));
   CHECK_CU(driver.cuMemAlloc_v2(&block, 2 * kMiB));
   CHECK_CU(driver.cuMemFree_v2(block));
+  CHECK_CU(driver.cuDevicePrimaryCtxRelease_v2(0));
   return 0;
 }
 
@@ -668,6 +689,48 @@ int streams() {
   return 0;
 }
 
+// Memory that was freed on streams which have ended serves all, and not before their work has run.
+int ended_streams() {
+  CuDevicePtr block = 0, again = 0;
+  CuStream stream = new_stream();
+  CHECK_CU(driver.cuMemAllocAsync(&block, 40 * kMiB, stream));
+  CHECK_CU(driver.cuMemFreeAsync(block, stream));
+  CHECK_CU(driver.cuStreamSynchronize(stream));
+  CHECK_CU(driver.cuStreamDestroy_v2(stream));
+  std::printf("idle when it ended: %u\n", number(driver.cuMemAllocAsync(&again, 40 * kMiB, new_stream())));
+  CHECK_CU(driver.cuMemFree_v2(again));
+
+  // Beyond the most streams that are kept the oldest is waited for.
+  std::atomic<bool> is_open{false}, is_last{false}, has_returned{false};
+  const auto wait_at_gate = [](void* gate) {
+    while (!*static_cast<std::atomic<bool>*>(gate)) std::this_thread::yield();
+  };
+  CuEvent event = nullptr;
+  CHECK_CU(driver.cuEventCreate(&event, kEventDisableTiming));
+  const pid_t caller = ::gettid();
+  std::thread opener([&] {
+    while (!is_last || !(has_returned || is_waiting(caller))) std::this_thread::yield();
+    is_open = true;
+  });
+  for (int i = 0; i <= kKeptStreams; ++i) {
+    stream = new_stream();
+    if (i == 0) {
+      CHECK_CU(driver.cuLaunchHostFunc(stream, wait_at_gate, &is_open));
+      CHECK_CU(driver.cuEventRecord(event, stream));
+    } else {
+      CHECK_CU(driver.cuStreamWaitEvent(stream, event, 0));
+    }
+    is_last = i == kKeptStreams;
+    CHECK_CU(driver.cuStreamDestroy_v2(stream));
+  }
+  std::printf("the oldest of many: waited for %d\n", is_open.load());
+  has_returned = true;
+  opener.join();
+  CHECK_CU(driver.cuCtxSynchronize());
+  CHECK_CU(driver.cuEventDestroy_v2(event));
+  return 0;
+}
+
 // Frees by the other call, twice, in the middle of a block, and of addresses that were never allocated.
 int frees() {
   CuStream stream = new_stream();
@@ -888,6 +951,8 @@ int run(const std::string& matter) {
                                                                {"releases", releases},
                                                                {"stream-reset", stream_reset},
                                                                {"captures", captures},
+                                                               {"make-way", make_way},
+                                                               {"ended-streams", ended_streams},
                                                                {"pinned-together", pinned_together}};
   if (!query_driver("libcuda.so.1", kProcAddressDefault, &driver) ||
       !query_driver("libcuda.so.1", kProcAddressPerThreadStream, &per_thread)) {
