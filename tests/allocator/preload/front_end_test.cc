@@ -118,7 +118,8 @@ TEST(PreloadPlugin, AllocationsOfAPluginAreServed) {
   PreloadRun run({program("plugin_program"), program("plugin_library.so"), "plain"});
 
   EXPECT_EQ(run.finished.exit_code, 0) << run.finished.output;
-  EXPECT_EQ(run.served(PreloadServer::kArena), 4u);
+  EXPECT_EQ(run.served(PreloadServer::kArena), 5u);
+  EXPECT_EQ(run.record().unknown_frees, 0u);
   EXPECT_EQ(run.record().around, "");
   run.expect_no_hazard();
 }
@@ -130,7 +131,8 @@ TEST(PreloadPlugin, ADeeplyBoundPluginEscapesAndIsNamed) {
 
   EXPECT_EQ(run.finished.exit_code, 0) << run.finished.output;
   EXPECT_EQ(run.served(PreloadServer::kArena), 1u);
-  EXPECT_EQ(run.fake["calls_cuMemAlloc_v2"], 3u);
+  EXPECT_EQ(run.fake["calls_cuMemAlloc_v2"], 4u);
+  EXPECT_EQ(run.record().unknown_frees, 1u);
   EXPECT_EQ(run.record().around, program("plugin_library.so"));
   run.expect_no_hazard();
 }
@@ -245,6 +247,8 @@ TEST(PreloadProcess, ARecordIdentifiesItsProcess) {
   EXPECT_EQ(run.record().mode, PreloadMode::kArena);
   EXPECT_GT(run.record().process, 0);
   EXPECT_EQ(run.record().peak_live_bytes, (std::uint64_t{6} << 20) + 1000);
+  // `forebay run` may read it as another user.
+  EXPECT_EQ(std::filesystem::status(run.record().path).permissions(), std::filesystem::perms{0644});
 }
 
 // The variables of launchers, the first valid one of which counts.

@@ -101,6 +101,15 @@ TEST_F(ModelBackendTiming, NeedsAVirtualClock) {
   const auto untimed = value_or_throw(ModelBackend::create({}));
   const Stream stream = value_or_throw(untimed->stream_create());
   EXPECT_EQ(untimed->work(compute(1), stream).code(), StatusCode::kInvalidArgument);
+  EXPECT_EQ(
+      untimed->wait_for(std::make_shared<ModelSignal>(clock_), "recv", stream).message(),
+      "cannot wait for a signal on model: nothing takes time here; give ModelBackendOptions a timing and "
+      "a virtual clock");
+  // Its time is that of the machine.
+  const nanoseconds begin = std::chrono::steady_clock::now().time_since_epoch();
+  const nanoseconds now = untimed->now();
+  EXPECT_GE(now, begin);
+  EXPECT_LE(now, nanoseconds(std::chrono::steady_clock::now().time_since_epoch()));
   throw_if_error(untimed->stream_destroy(stream));
 }
 
@@ -141,6 +150,17 @@ TEST_F(ModelBackendTiming, CopiesAndFillsTakeTheTimeOfTheirKind) {
   EXPECT_EQ(timing_.copies, (std::vector<ModelCopy>{ModelCopy::kToDevice, ModelCopy::kToHost,
                                                     ModelCopy::kOnDevice, ModelCopy::kOnHost}));
   throw_if_error(backend_->free(block));
+}
+
+// The figures of an empty copy would be those of its call alone.
+TEST_F(ModelBackendTiming, NoBytesTakeNoTime) {
+  std::byte bytes[2] = {};
+  throw_if_error(backend_->copy_async(bytes, bytes + 1, 0, streams_[0]));
+  throw_if_error(backend_->fill_async(nullptr, 0, 0, streams_[0]));
+
+  EXPECT_DOUBLE_EQ(finish(streams_[0]), 0);
+
+  EXPECT_TRUE(timing_.copies.empty());
 }
 
 TEST_F(ModelBackendTiming, AFailedStreamTakesNoMoreTime) {

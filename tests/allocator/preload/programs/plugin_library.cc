@@ -18,6 +18,15 @@ extern "C" [[gnu::visibility("default")]] int plugin_work() {
   return 0;
 }
 
+// A block of the plugin's, for others to free. Requires: a current context.
+extern "C" [[gnu::visibility("default")]] unsigned long long plugin_block() {
+  using namespace forebay::testing;
+  Driver driver;
+  CuDevicePtr address = 0;
+  if (!open_driver("libcuda.so.1", &driver)) return 0;
+  return driver.cuMemAlloc_v2(&address, 1u << 20) == CuResult::kSuccess ? address : 0;
+}
+
 // In a library that does this work before the program begins.
 #ifdef PLUGIN_EARLY
 namespace {
