@@ -115,8 +115,9 @@ class Simulated final : public SimulatedCommunicator {
                                 "; give the rules in the order of the splits");
       }
     }
+    note(internal::Fingerprint{.operation = Operation::kSplit});
     world_->backend.spend(times_.control("split", 2 * sizeof(int)));
-    count(Operation::kSplit, 2 * sizeof(int));
+    count(Operation::kSplit, 0);
     std::vector<int> members;
     int rank = 0;
     for (const internal::SplitWish& member : internal::split_members(std::move(wishes), color)) {

@@ -272,6 +272,9 @@ TEST(SimulatedCommunicator, SplitsByTheRulesOfTheOtherRanks) {
   ranks.communicator->expect_split([](int rank) { return std::pair(rank % 4, rank / 4); });
   const auto grouped = value_or_throw(create_grouped_communicator(*ranks.communicator, {.group = 4}));
   ranks.finish();
+  EXPECT_EQ(ranks.communicator->traffic().sent_bytes, 0u) << "a split is no payload";
+  ASSERT_EQ(ranks.communicator->last_operations().size(), 2u);
+  EXPECT_TRUE(ranks.communicator->last_operations()[0].what.starts_with("split (operation "));
   // 1 MB slices: twice 3 MB within the node, then a 4-byte sum of each across.
   throw_if_error(grouped->reduce_scatter(ranks.reduction(500'000), ranks.stream));
   EXPECT_NEAR(ranks.finish(), 2 * (1 + 30) + 5 + 2e6 / 5e9 * 1e6 + 1, 1e-3);
