@@ -151,6 +151,15 @@ TEST(SimulatedCommunicator, ControlOperationsTakeHops) {
   EXPECT_EQ(four.backend->now(), std::chrono::microseconds(2 * 2 * 10));
 }
 
+// 1 MB to each of 3 neighbours at 100 GB/s, then to each of 4 ranks of the other node at 5 GB/s.
+TEST(SimulatedCommunicator, AnExchangeTakesTheTimeOfItsBytesToo) {
+  SimulatedRanks ranks(8);
+  const std::vector<std::byte> mine(1'000'000);
+  std::vector<std::byte> all(8 * mine.size());
+  throw_if_error(ranks.communicator->exchange(mine, all));
+  EXPECT_EQ(ranks.backend->now(), std::chrono::microseconds(2 * 3 * 10 + 30 + 800));
+}
+
 // 5 ranks: one is alone in the second node, and has no neighbours.
 TEST(SimulatedCommunicator, ALevelWithoutPeersTakesNoTime) {
   std::vector<SimulatedLevel> links = levels(8);
@@ -251,6 +260,59 @@ TEST(SimulatedCommunicator, StaysFailedAfterAnAbort) {
   const std::vector<std::byte> decision(8);
   EXPECT_EQ(ranks.communicator->vote(1, decision).code(), StatusCode::kTimeout);
   EXPECT_FALSE(ranks.communicator->survivors_vote(1));
+}
+
+// Ranks of two communicators over the same ranks, as threads would simulate them.
+TEST(SimulatedMail, AMessageIsOfItsCommunicatorItsTagAndItsPlaceInTheOrder) {
+  const NoTime timing;
+  HostClock clock(HostClock::Mode::kVirtual);
+  const auto mail = std::make_shared<SimulatedMail>(clock);
+  struct Rank {
+    std::unique_ptr<ModelBackend> backend;
+    std::unique_ptr<Kernels> kernels;
+    std::unique_ptr<SimulatedCommunicator> world;
+    std::unique_ptr<Communicator> other;
+    Stream stream;
+    DevicePtr memory;
+  };
+  std::vector<Rank> ranks(2);
+  for (int r = 0; r < 2; ++r) {
+    Rank& rank = ranks[static_cast<std::size_t>(r)];
+    rank.backend = value_or_throw(ModelBackend::create({.timing = &timing, .clock = &clock}));
+    rank.kernels = value_or_throw(Kernels::create(*rank.backend));
+    rank.world = value_or_throw(SimulatedCommunicator::create(
+        {.rank = r, .size = 2, .levels = levels(4), .mail = mail}, *rank.backend, *rank.kernels));
+    rank.world->expect_split([](int of) { return std::pair(0, of); });
+    rank.other = value_or_throw(rank.world->split(0, r));
+    rank.stream = value_or_throw(rank.backend->stream_create());
+    rank.memory = value_or_throw(rank.backend->alloc(64));
+  }
+  Rank& receiver = ranks[1];
+  std::vector<Event> received;
+  for (int i = 0; i < 2; ++i) {
+    throw_if_error(receiver.world->recv(receiver.memory, 64, 0, 5, receiver.stream));
+    received.push_back(value_or_throw(receiver.backend->event_create()));
+    throw_if_error(receiver.backend->event_record(received.back(), receiver.stream));
+  }
+  const auto count = [&] {
+    receiver.backend->spend({.name = "a look", .delay_seconds = 1e-6});  // The stream goes on meanwhile.
+    int done = 0;
+    for (const Event event : received) done += value_or_throw(receiver.backend->event_query(event)) ? 1 : 0;
+    return done;
+  };
+  const auto send = [&](Communicator& communicator, std::uint32_t tag) {
+    throw_if_error(communicator.send(ranks[0].memory, 64, 1, tag, ranks[0].stream));
+    throw_if_error(ranks[0].backend->stream_synchronize(ranks[0].stream));
+  };
+
+  send(*ranks[0].world, 6);
+  EXPECT_EQ(count(), 0) << "it has another tag";
+  send(*ranks[0].other, 5);
+  EXPECT_EQ(count(), 0) << "it is of another communicator";
+  send(*ranks[0].world, 5);
+  EXPECT_EQ(count(), 1);
+  send(*ranks[0].world, 5);
+  EXPECT_EQ(count(), 2);
 }
 
 TEST(SimulatedMail, NobodyWaitsForARankThatEndedEarly) {
