@@ -583,6 +583,17 @@ TEST_P(FileStore, TellsWhatItIs) {
   EXPECT_FALSE(store->facts().checksums);
   EXPECT_EQ(store->facts().alignment_bytes, 1u);
 
+  FileStoreOptions plain;
+  plain.directories = {directory_.path()};
+  plain.engine = GetParam();
+  store = make_file_store(plain).value();
+  EXPECT_EQ(store->facts().description, (GetParam() == FileEngine::kThreads ? "8 threads" : engine) +
+                                            (direct ? ", direct" : ", page cache") +
+                                            ", blocks of 4.00 MiB, depth 8, checksums, in " +
+                                            directory_.path());
+  EXPECT_EQ(store->facts().granule_bytes, 64u << 10);
+  EXPECT_EQ(store->facts().transfer_limit, 256u);
+
   options_.engine = FileEngine::kAuto;
   options_.depth = 4;
   if (GetParam() == FileEngine::kIoUring) {
@@ -605,6 +616,11 @@ TEST_P(FileStore, AddsUpTheMemoryThatWasRegistered) {
   EXPECT_EQ(store->register_memory(first.data(), first.size()).message(),
             "cannot register memory while transfers are in flight; register it before the first");
   EXPECT_TRUE(store->wait(ticket, std::chrono::milliseconds::max()).ok());
+
+  options_.registered = false;
+  store = make_file_store(options_).value();
+  ASSERT_TRUE(store->register_memory(first.data(), first.size()).ok());
+  EXPECT_EQ(store->facts().registered_bytes, 0u);
 }
 
 TEST_P(FileStore, MakesNoRangeBeyondAnyFile) {
@@ -614,6 +630,9 @@ TEST_P(FileStore, MakesNoRangeBeyondAnyFile) {
 
   EXPECT_EQ(status.message(), "cannot make range 'w' of 8192.00 PiB: no file is that large");
   EXPECT_EQ(store->create_range("w", 1).value().index, 0u);
+  // The ranges follow each other.
+  const Status behind = store->create_range("x", INT64_MAX - kGranule).status();
+  EXPECT_TRUE(behind.message().ends_with(": no file is that large")) << behind.message();
 }
 
 TEST_P(FileStore, DealsStripesToAllDirectoriesAndReservesThem) {

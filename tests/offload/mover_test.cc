@@ -5,6 +5,7 @@
 #include <cstring>
 #include <random>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -162,6 +163,22 @@ TEST_F(MoverTest, WaitsWhereTheStoreHasNoRoom) {
   ASSERT_TRUE(mover_->fetch(stored, device).ok());
   ASSERT_TRUE(drain().ok()) << drain().message();
   for (std::size_t i = 0; i < 40 * kGranule; ++i) ASSERT_EQ(device[i], std::byte{7});
+}
+
+// The store has room for one transfer, which is another's until the mover has asked in vain.
+TEST_F(MoverTest, WaitsUntilOthersLeaveItRoomInTheStore) {
+  make(2, {.transfer_limit = 1});
+  const StoreRange range = store_->create_range("r", 3 * kGranule).value();
+  const DevicePtr device = backend_->alloc(3 * kGranule).value();
+  std::byte theirs[kGranule];
+  const StoreTicket ticket = store_->read(range, 0, theirs, kGranule).value();
+
+  ASSERT_TRUE(mover_->spill(device, {range, 0, 3 * kGranule, 3 * kGranule}).ok());
+  while (store_->statistics().refused_count == 0 && mover_->status().ok()) std::this_thread::yield();
+  ASSERT_TRUE(store_->wait(ticket, std::chrono::seconds(10)).ok());
+
+  EXPECT_TRUE(drain().ok()) << drain().message();
+  EXPECT_EQ(store_->statistics().written_bytes, 3 * kGranule);
 }
 
 TEST_F(MoverTest, RefusesBuffersThatDoNotFit) {

@@ -486,7 +486,8 @@ TEST_P(StoreConformance, RangesCanBeMadeWhileTransfersAreInFlight) {
 
 TEST_P(StoreConformance, RegisteredMemoryIsUsedAsOther) {
   Memory memory(16 * kBlock);
-  ASSERT_TRUE(store_->register_memory(memory.data(), memory.size()).ok());
+  ASSERT_TRUE(store_->register_memory(memory.data(), 8 * kBlock).ok());
+  ASSERT_TRUE(store_->register_memory(memory.data() + 8 * kBlock, 8 * kBlock).ok());
   const StoreRange range = make_range("w", 8 * kBlock);
   fill_pattern(memory.bytes().first(8 * kBlock), 8);
 
