@@ -35,10 +35,27 @@ TEST(Secrets, KnownTokensAndPartsOfUrlsAreMasked) {
   EXPECT_EQ(words, std::string("-H\0Authorization: Bearer ***", 29));
 }
 
+TEST(Secrets, EveryNameAndBeginningOfASecretIsKnown) {
+  for (const std::string name : {"token", "secret", "password", "passwd", "passphrase", "credential",
+                                 "apikey", "api_key", "api-key", "secret_key", "secret-key", "credentials",
+                                 "access_key", "access-key", "private_key", "private-key", "auth"}) {
+    EXPECT_EQ(masked("--my-" + name + "=x1 " + name + "=y2"), "--my-" + name + "=** " + name + "=**");
+  }
+  for (const std::string beginning :
+       {"hf_", "sk-", "ghp_", "gho_", "ghs_", "github_pat_", "glpat-", "xoxb-", "xoxp-", "AKIA", "eyJ"}) {
+    const std::string token = beginning + std::string(16 - beginning.size(), '7');
+    EXPECT_EQ(masked(token), std::string(16, '*')) << beginning;
+  }
+}
+
+TEST(Secrets, AValueMayBeginWithADash) {
+  EXPECT_EQ(masked("--token -abc -x"), "--token **** -x");
+}
+
 TEST(Secrets, OtherWordsStay) {
   for (const std::string words :
        {"train.py --tokenizer gpt2 --max-tokens 100 --author me", "--token --verbose", "a=b --secret",
-        "https://host/path@2x", "sk-1 hf_x", "", "--tokens=4"}) {
+        "https://host/path@2x", "https://host?mail=me@home", "sk-1 hf_x", "", "--tokens=4"}) {
     EXPECT_EQ(masked(words), words);
   }
 }

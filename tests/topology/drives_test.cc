@@ -242,6 +242,7 @@ TEST_F(DrivesTest, LooksBelowAnOverlayForWhereItWrites) {
 
   const DirectoryFacts facts = locate(seen);
   EXPECT_EQ(facts.file_system, "overlay");
+  EXPECT_EQ(facts.mount_point, seen);
   EXPECT_EQ(facts.drive_names(), "nvme1n1");
   EXPECT_EQ(facts.kind, DirectoryKind::kDrive);
   EXPECT_EQ(locate(blind).kind, DirectoryKind::kUnknown);

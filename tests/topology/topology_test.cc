@@ -10,6 +10,7 @@
 #include <sstream>
 
 #include "forebay/thread_binding.h"
+#include "runtime/topology/readers.h"
 #include "tests/topology/laid_out_host.h"
 
 namespace forebay {
@@ -599,6 +600,20 @@ TEST_F(HwlocTopology, OrdersNodesByTheirNumbers) {
   EXPECT_EQ(topology.nodes[0].node, 0);
   EXPECT_EQ(topology.nodes[0].cores, (std::vector<Numbers>{{2}, {3}}));
   EXPECT_EQ(topology.nodes[1].cores, (std::vector<Numbers>{{0}, {1}}));
+}
+
+TEST_F(HwlocTopology, HasTheQuotaOfThisProcessOnThisMachineAlone) {
+  const internal::Limits limits{.processor_quota = 1.5};
+  std::string why;
+
+  const std::optional<Topology> here = internal::read_hwloc_topology(limits, &why);
+  ASSERT_TRUE(here.has_value()) << why;
+  EXPECT_EQ(here->processor_quota, 1.5);
+
+  const HwlocMachine machine("HWLOC_SYNTHETIC", "numa:2 core:2 pu:1");
+  const std::optional<Topology> elsewhere = internal::read_hwloc_topology(limits, &why);
+  ASSERT_TRUE(elsewhere.has_value()) << why;
+  EXPECT_FALSE(elsewhere->processor_quota.has_value());
 }
 
 TEST_F(HwlocTopology, GivesWayToSysfsWhereItCannotRead) {
