@@ -330,6 +330,24 @@ TEST(NcclFaultAlone, OperationsOfNothingAreComparedToo) {
   EXPECT_EQ(different.cause().code(), StatusCode::kInvalidArgument) << different.cause().to_string();
 }
 
+// NCCL knows no tags, and the bytes arrive.
+TEST(NcclFaultAlone, MessagesOfOneSizeAndTwoTagsAreOneError) {
+  const Outcome outcome = run(2, kLongDeadline, gpus_with({}), [](Member& member, int rank) {
+    std::byte* const memory = member.allocate(64);
+    FOREBAY_RETURN_IF_ERROR(rank == 0 ? member.communicator().send(memory, 64, 1, 7, member.stream())
+                                      : member.communicator().recv(memory, 64, 0, 9, member.stream()));
+    FOREBAY_RETURN_IF_ERROR(member.finish());
+    if (rank == 0) return member.communicator().barrier();
+    return member.communicator().status();
+  });
+
+  const Status& receiver = outcome.statuses[1];
+  EXPECT_EQ(receiver.code(), StatusCode::kInvalidArgument) << receiver.to_string();
+  EXPECT_NE(receiver.message().find("with tag 9 on rank 1, but rank 0 sends 64 bytes with tag 7"),
+            std::string::npos)
+      << receiver.message();
+}
+
 TEST(NcclFaultAlone, OperationsThatMoveTheSameBytesAreComparedByTheNextHeartbeat) {
   const Outcome outcome = run(3, kLongDeadline, gpus_with({}), [](Member& member, int rank) {
     FOREBAY_RETURN_IF_ERROR(gather(member));

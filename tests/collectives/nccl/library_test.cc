@@ -44,6 +44,32 @@ TEST(NcclLibrary, OneThatIsTooOldIsRefused) {
   EXPECT_NE(status.message().find("2.18"), std::string::npos) << status.message();
 }
 
+TEST(NcclLibrary, TheOldestThatIsNewEnoughIsTaken) {
+  fake_nccl::FakeNcclOptions options;
+  options.version = 21'800;
+  const FakeNcclLibrary fake(options);
+
+  EXPECT_TRUE(NcclLibrary::open(FOREBAY_FAKE_LIBNCCL).ok());
+}
+
+TEST(NcclLibrary, EachErrorOfNcclHasItsKindAndName) {
+  using nccl::NcclResult;
+  const FakeNcclLibrary fake;
+  const NcclLibrary library = NcclLibrary::open(FOREBAY_FAKE_LIBNCCL).value();
+  const auto expect = [&](NcclResult result, StatusCode code, const std::string& name) {
+    const Status status = nccl_failure(library, result, nullptr, "ncclSend", "move bytes");
+    EXPECT_EQ(status.code(), code) << status.to_string();
+    EXPECT_TRUE(status.message().starts_with("cannot move bytes: ncclSend: " + name)) << status.message();
+  };
+  expect(NcclResult::kUnhandledCudaError, StatusCode::kInternal, "ncclUnhandledCudaError");
+  expect(NcclResult::kSystemError, StatusCode::kIoError, "ncclSystemError");
+  expect(NcclResult::kInternalError, StatusCode::kInternal, "ncclInternalError");
+  expect(NcclResult::kInvalidArgument, StatusCode::kInvalidArgument, "ncclInvalidArgument");
+  expect(NcclResult::kInvalidUsage, StatusCode::kInvalidArgument, "ncclInvalidUsage");
+  expect(NcclResult::kRemoteError, StatusCode::kPeerLost, "ncclRemoteError");
+  expect(static_cast<NcclResult>(99), StatusCode::kInternal, "NCCL's error 99");
+}
+
 TEST(NcclLibrary, ALibraryThatIsNotThereOrNotNcclIsNamed) {
   const Status missing = NcclLibrary::open("/nowhere/libnccl.so.2").status();
   EXPECT_EQ(missing.code(), StatusCode::kUnavailable);

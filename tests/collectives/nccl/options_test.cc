@@ -144,6 +144,21 @@ TEST(NcclOptions, RanksThatWantDifferentOrdersAreNamed) {
   });
 }
 
+TEST(NcclOptions, ACommunicatorOfTheTrainersIsAdoptedOnAllRanksOrOnNone) {
+  Trainers trainers(2);
+  on_ranks(2, [&](int rank) {
+    Member member(trainers.create_backend(rank));
+    const NcclComm comm = trainers.create(static_cast<CudaBackend&>(member.backend()), rank);
+    void* const adopted = rank == 1 ? comm : nullptr;
+    const Status status = trainers.join(member, rank, {.deadline = kDeadline, .adopted = adopted}).status();
+    EXPECT_EQ(status.code(), StatusCode::kInvalidArgument) << status.to_string();
+    EXPECT_NE(status.message().find("rank 0 has none of the trainer's, rank 1 has one; adopt"),
+              std::string::npos)
+        << status.message();
+    trainers.abort(comm);
+  });
+}
+
 TEST(NcclOptions, TwoRanksOnOneDeviceAreRefusedAsNcclRefusesThem) {
   Trainers trainers(2);
   on_ranks(2, [&](int rank) {
@@ -163,6 +178,8 @@ TEST(NcclOptions, ABufferIsRegisteredOnceAndGivenBack) {
     NcclCommunicator& communicator = *joined.value();
     std::byte* const buffer = member.allocate(4096);
 
+    EXPECT_EQ(communicator.register_buffer(nullptr, 4096).code(), StatusCode::kInvalidArgument);
+    EXPECT_EQ(communicator.register_buffer(buffer, 0).code(), StatusCode::kInvalidArgument);
     EXPECT_TRUE(communicator.register_buffer(buffer, 4096).ok());
     EXPECT_EQ(communicator.register_buffer(buffer, 4096).code(), StatusCode::kInvalidArgument);
     EXPECT_TRUE(communicator.deregister_buffer(buffer).ok());

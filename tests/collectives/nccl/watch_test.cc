@@ -53,6 +53,10 @@ TEST(NcclWatch, BytesThatCannotBeAHeartbeatAreRefused) {
   bad = good;
   bad.state = static_cast<NcclMemberState>(9);
   EXPECT_EQ(check_heartbeat(bad, 0, 3).code(), StatusCode::kCorruption);
+  bad.state = static_cast<NcclMemberState>(3);
+  EXPECT_EQ(check_heartbeat(bad, 0, 3).code(), StatusCode::kCorruption);
+  bad.state = NcclMemberState::kGone;
+  EXPECT_TRUE(check_heartbeat(bad, 0, 3).ok());
   bad = good;
   bad.open[0].peer = 1;  // A collective has none.
   EXPECT_EQ(check_heartbeat(bad, 0, 3).code(), StatusCode::kCorruption);
@@ -150,6 +154,31 @@ TEST(NcclWatch, ATimeoutNamesTheRanksThatHaveNotIssuedIt) {
   const NcclHeartbeat behind[] = {heartbeat(5, {}), members[2]};
   expect_words(operation_timeout(0, members[0].open[0], behind, milliseconds(300)), StatusCode::kTimeout,
                {"all ranks have issued it, and it is not done within 300 ms"});
+}
+
+// Ranks 0 to 2 of a group are ranks 4, 7 and 9 of the world.
+TEST(NcclWatch, RanksOfAGroupHaveTheirNumbersInTheWorld) {
+  const int numbers[] = {4, 7, 9};
+  const NcclHeartbeat unlike[] = {heartbeat(1, {collective(0, 64)}), heartbeat(1, {collective(0, 64)}),
+                                  heartbeat(1, {collective(0, 32)})};
+  expect_words(judge_heartbeats(unlike, numbers), StatusCode::kInvalidArgument,
+               {"rank 4 issued all_gather of 64", "rank 9 issued all_gather of 32"});
+
+  const NcclHeartbeat messages[] = {heartbeat(0, {message(Operation::kSend, 1, 0, 64, 3)}),
+                                    heartbeat(0, {message(Operation::kRecv, 0, 0, 32, 3)}), heartbeat(0, {})};
+  expect_words(judge_heartbeats(messages, numbers), StatusCode::kInvalidArgument,
+               {"recv of 32 bytes from rank 4 with tag 3 on rank 7, but rank 4 sends 64 bytes"});
+
+  NcclHeartbeat left = heartbeat(0, {});
+  left.state = NcclMemberState::kLeaving;
+  const NcclHeartbeat departed[] = {heartbeat(0, {}), heartbeat(1, {collective(0, 64)}), left};
+  expect_words(judge_heartbeats(departed, numbers), StatusCode::kPeerLost, {"on rank 7: rank 9 left"});
+
+  expect_words(operation_timeout(1, collective(0, 64), departed, milliseconds(300), numbers),
+               StatusCode::kTimeout, {"on rank 7: ranks 4 and 9 did not join"});
+  expect_words(
+      operation_timeout(1, message(Operation::kRecv, 0, 0, 32, 3), messages, milliseconds(300), numbers),
+      StatusCode::kTimeout, {"recv of 32 bytes from rank 4 with tag 3 on rank 7: rank 4 did not join"});
 }
 
 TEST(NcclWatch, TheFingerprintsOfACollectiveAreComparedWhole) {
