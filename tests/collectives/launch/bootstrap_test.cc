@@ -3,7 +3,10 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <fstream>
+
 #include "collectives/launch/launch_variables.h"
+#include "tests/support/temporary_directory.h"
 
 namespace forebay {
 namespace {
@@ -430,6 +433,20 @@ TEST(LaunchEnvironment, UsesTheRuntimeDirectoryOnlyWhenItExists) {
                          {"PMIX_NAMESPACE", "n"},
                          {"XDG_RUNTIME_DIR", "/no/such/directory"}};
   EXPECT_EQ(internal::read_launch_variables(variables).value().store, derived("open-mpi", "n"));
+
+  const testing::TemporaryDirectory directory;
+  const auto store_below = [&](const std::string& runtime) {
+    variables["XDG_RUNTIME_DIR"] = runtime;
+    return internal::read_launch_variables(variables).value().store;
+  };
+  EXPECT_TRUE(store_below(directory.path()).starts_with(directory.path() + "/forebay-"));
+  std::ofstream(directory / "file").close();
+  EXPECT_EQ(store_below(directory / "file"), derived("open-mpi", "n")) << "it is no directory";
+  if (geteuid() == 0) {
+    ASSERT_EQ(chown(directory.path().c_str(), 12345, 12345), 0);
+    EXPECT_EQ(store_below(directory.path()), derived("open-mpi", "n")) << "it is another user's";
+    ASSERT_EQ(chown(directory.path().c_str(), 0, 0), 0);
+  }
 }
 
 TEST(LaunchEnvironment, ReadsThisProcess) {

@@ -12,6 +12,9 @@
 //   kill RANK        that rank kills itself with SIGKILL, the others wait
 //   fewer SIZE       with more than SIZE ranks, the last one kills itself and the others wait; else ends
 //                    with 0. The launcher starts the ranks that are left again
+//   claim            ends with 0 if it may print the error of all, with 1 if another rank does, with 2 if it
+//   is
+//                    not said who does
 //   asked            waits for a signal, and the last rank then kills itself; a rank alone ends with 0. The
 //                    launcher would start the ranks that are left again
 #include <sched.h>
@@ -20,6 +23,7 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -72,6 +76,10 @@ int run_rank(const std::vector<std::string>& arguments) {
   if (mode == "exit") {
     const std::size_t index = 4 + static_cast<std::size_t>(environment.rank);
     return std::atoi(arguments[index < arguments.size() ? index : arguments.size() - 1].c_str());
+  }
+  if (mode == "claim") {
+    const std::optional<bool> claimed = forebay::claim_shared_error();
+    return claimed ? (*claimed ? 0 : 1) : 2;
   }
   if (mode == "hang" && environment.rank == std::atoi(arguments[4].c_str()))
     return std::atoi(arguments[5].c_str());

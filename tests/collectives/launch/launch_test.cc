@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 #include <pty.h>
 #include <signal.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -11,6 +12,7 @@
 #include <filesystem>
 #include <fstream>
 #include <functional>
+#include <optional>
 #include <sstream>
 #include <thread>
 
@@ -143,6 +145,39 @@ TEST_F(Launch, VariablesOfAnOuterLaunchAreReplaced) {
   }
 }
 
+// As where a rank of another launcher launches ranks: it has a pipe of its own.
+TEST_F(Launch, OneRankClaimsTheErrorOfAll) {
+  for (const int size : {1, 2}) {
+    setenv("FOREBAY_ERROR_PIPE", "0:1", 1);
+    start(size, 5s, {"claim"});
+    unsetenv("FOREBAY_ERROR_PIPE");
+
+    EXPECT_EQ(wait(), size - 1) << "only one may have claimed it";
+  }
+}
+
+// A rank's program may start another one, which has the variable and another file at the descriptor.
+TEST(SharedError, IsClaimedOnceAndOnlyFromThePipeThatIsNamed) {
+  int ends[2];
+  ASSERT_EQ(pipe2(ends, O_NONBLOCK | O_CLOEXEC), 0);
+  ASSERT_EQ(write(ends[1], "", 1), 1);
+  struct stat facts {};
+  ASSERT_EQ(fstat(ends[0], &facts), 0);
+  const auto claim = [&](std::uint64_t inode) {
+    setenv("FOREBAY_ERROR_PIPE", (std::to_string(ends[0]) + ":" + std::to_string(inode)).c_str(), 1);
+    const std::optional<bool> claimed = claim_shared_error();
+    unsetenv("FOREBAY_ERROR_PIPE");
+    return claimed;
+  };
+
+  EXPECT_EQ(claim_shared_error(), std::nullopt);
+  EXPECT_EQ(claim(facts.st_ino + 1), std::nullopt);
+  EXPECT_EQ(claim(facts.st_ino), true);
+  EXPECT_EQ(claim(facts.st_ino), false);
+  close(ends[0]);
+  close(ends[1]);
+}
+
 TEST_F(Launch, LeavesWithTheCodeOfTheFailedRank) {
   start(3, 5s, {"hang", "1", "7"});
   const std::vector<Report> ranks = reports();
@@ -175,6 +210,21 @@ TEST_F(Launch, PassesInterruptAndTerminateOn) {
     for (int rank = 0; rank < 2; ++rank)
       std::filesystem::remove(directory_ + "/report." + std::to_string(rank));
   }
+}
+
+// As under nohup, and in the background of a shell.
+TEST_F(Launch, ASignalThatTheLauncherWasToldToIgnoreIsNotPassedOn) {
+  start(2, 30s, {"wait"}, [] {
+    const pid_t child = fork();
+    if (child == 0) signal(SIGINT, SIG_IGN);
+    return child;
+  });
+  const std::vector<Report> ranks = reports();
+  kill(probe_, SIGINT);
+  kill(probe_, SIGTERM);
+
+  EXPECT_EQ(wait(), 0);
+  expect_nothing_left(ranks);
 }
 
 // The launcher stands still until the ranks have taken the interrupt, so a second one would be seen.
