@@ -507,6 +507,25 @@ TEST_P(CommunicatorConformance, AGroupAndThoseSplitFromItFailTogether) {
   }
 }
 
+// The last rank is rank 0 of its group.
+TEST_P(CommunicatorConformance, AnAbortOfAGroupWithoutACauseNamesTheRankOfTheWorld) {
+  if (size() < 3) GTEST_SKIP() << kNeedsThree;
+  const std::string last = "rank " + std::to_string(size() - 1);
+  std::barrier together(size());  // Nobody fails the others while they split.
+  expect_one_cause(StatusCode::kPeerLost, {last, "aborted the communicator without a cause; see its output"},
+                   [&](Member& member, int rank) {
+                     const std::unique_ptr<Communicator> group =
+                         value_or_throw(member.communicator().split(rank > 0, -rank));
+                     together.arrive_and_wait();
+                     if (rank == size() - 1) group->abort(Status());
+                     while (member.communicator().status().ok()) std::this_thread::yield();
+                     together.arrive_and_wait();
+                     const std::string text = member.communicator().status().message();
+                     EXPECT_EQ(text.find("rank 0"), std::string::npos) << text;
+                     return member.communicator().status();
+                   });
+}
+
 TEST_P(CommunicatorConformance, BadArgumentsAreRefusedAndChangeNothing) {
   run([&](Member& member, int rank) {
     Communicator& communicator = member.communicator();
@@ -842,6 +861,20 @@ TEST_P(CommunicatorConformance, ARankThatLeavesIsNamedLongBeforeTheDeadline) {
     EXPECT_NE(cause.message().find("rank 0"), std::string::npos) << cause.message();
     EXPECT_EQ(cause.to_string(), causes[1].to_string());
   }
+  EXPECT_LT(std::chrono::steady_clock::now() - start, kDeadline / 2);
+}
+
+TEST_P(CommunicatorConformance, AMessageFromARankThatLeftIsAnErrorLongBeforeTheDeadline) {
+  if (size() == 1) GTEST_SKIP() << kNeedsTwo;
+  const auto start = std::chrono::steady_clock::now();
+  run([&](Member& member, int rank) {
+    if (rank != size() - 1) return;  // They leave at once.
+    static_cast<void>(member.communicator().recv(member.allocate(64), 64, 0, 5, member.stream()));
+    const Status cause = member.finish();
+    EXPECT_EQ(cause.code(), StatusCode::kPeerLost) << cause.to_string();
+    EXPECT_NE(cause.message().find("recv of 64 bytes from rank 0 with tag 5"), std::string::npos)
+        << cause.message();
+  });
   EXPECT_LT(std::chrono::steady_clock::now() - start, kDeadline / 2);
 }
 

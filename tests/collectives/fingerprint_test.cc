@@ -47,6 +47,34 @@ TEST(Fingerprint, ADifferenceIsToldFromTheLowerRank) {
             text);
 }
 
+TEST(OperationBook, AnOperationThatEndsLateChangesNoRecordOfALaterOne) {
+  OperationBook book(0, 2);
+  const Issued issued{.fingerprint = made(Operation::kBarrier, 0, 0)};
+  const std::uint64_t late = book.issue(issued);
+  for (std::size_t i = 0; i < OperationBook::kRecordCount; ++i) book.issue(issued);
+
+  book.begin(late);
+  book.end(late, issued, false);
+
+  ASSERT_EQ(book.last_operations().size(), OperationBook::kRecordCount);
+  for (const OperationRecord& record : book.last_operations()) {
+    EXPECT_EQ(record.state, OperationState::kQueued);
+    EXPECT_EQ(record.ended.count(), 0);
+  }
+}
+
+TEST(OperationBook, ASplitIsCountedAndHasNoPayload) {
+  OperationBook book(0, 3);
+  const Issued issued{.fingerprint = made(Operation::kSplit, 0, 12)};
+
+  book.end(book.issue(issued), issued, true);
+
+  ASSERT_EQ(book.operation_traffic().size(), 1u);
+  EXPECT_EQ(book.operation_traffic()[0].count, 1u);
+  EXPECT_EQ(book.traffic().sent_bytes, 0u);
+  EXPECT_EQ(book.traffic().received_bytes, 0u);
+}
+
 TEST(RankList, ShowsTheFirstThirtyTwo) {
   std::vector<int> ranks(33);
   std::iota(ranks.begin(), ranks.end(), 0);

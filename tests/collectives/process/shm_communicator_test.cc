@@ -17,6 +17,7 @@
 #include "collectives/rendezvous/meeting.h"
 #include "collectives/rendezvous/store_directory.h"
 #include "forebay/local_communicator.h"
+#include "runtime/device/host/script.h"
 #include "tests/collectives/communicator_conformance.h"
 #include "tests/support/process.h"
 
@@ -408,6 +409,28 @@ TEST(ShmCommunicator, AFailureReachesARankThatWaitsForNothing) {
   });
 }
 
+TEST(ShmCommunicator, ACallThatCannotBeQueuedFailsEveryRank) {
+  std::vector<Status> causes(3);
+  ShmWorld world(3, 60s);
+  run_members(world, 3, [&](Member& member, int rank) {
+    if (rank == 1) {
+      dynamic_cast<ScriptedHostBackend&>(member.backend())
+          .add_fault(
+              {.call = HostCall::kCallHost, .status = Status(StatusCode::kInternal, "the queue is broken")});
+    }
+    std::byte* const source = member.allocate(64);
+    const Status queued = member.communicator().all_gather(
+        {.source = source, .target = member.allocate(192), .target_stride_bytes = 64, .bytes = 64},
+        member.stream());
+    causes[static_cast<std::size_t>(rank)] = member.finish();
+    if (rank != 1) return;
+    EXPECT_EQ(queued.message(), "the queue is broken");
+    ASSERT_EQ(member.communicator().last_operations().size(), 1u);
+    EXPECT_EQ(member.communicator().last_operations()[0].state, OperationState::kFailed);
+  });
+  for (const Status& cause : causes) EXPECT_EQ(cause.message(), "rank 1: the queue is broken");
+}
+
 TEST(ShmCommunicator, ALongCauseIsTheSameOnEveryRank) {
   const TemporaryDirectory store;
   std::vector<std::string> messages(2);
@@ -528,6 +551,7 @@ TEST(ShmSegment, OthersMemoryIsNotTakenForOurs) {
   internal::ProcessIdentity gone = owner;
   gone.start_time += 1;
   EXPECT_FALSE(internal::is_running(gone));
+  EXPECT_EQ(internal::ShmSegment::open(gone, 1'000'000, 2, "this").status().code(), StatusCode::kPeerLost);
   EXPECT_TRUE(internal::is_running(owner));
 }
 
@@ -575,6 +599,11 @@ TEST(ShmGroup, AFailureThatIsHalfWrittenKeepsNobody) {
 
 TEST(ShmBallot, OnlyTheLastVoteBeforeItsCloseCounts) {
   const auto vote = [](char text) { return std::vector<std::byte>{static_cast<std::byte>(text)}; };
+  EXPECT_EQ(internal::ShmBallot().close(0), std::nullopt);
+  internal::ShmBallot first;
+  EXPECT_TRUE(first.cast(0, vote('z')));
+  EXPECT_EQ(first.close(0), vote('z'));
+
   internal::ShmBallot ballot;
   EXPECT_TRUE(ballot.cast(4, vote('a')));
   EXPECT_TRUE(ballot.cast(5, vote('b')));
@@ -596,6 +625,30 @@ TEST(ShmWaitSign, AWaitIsSeenUntilItEndsOrIsOld) {
     EXPECT_TRUE(internal::read_waits(rank, 0ns).empty());
   }
   EXPECT_TRUE(internal::read_waits(rank, 1h).empty());
+}
+
+TEST(ShmWaitSign, TheOldestWaitComesFirstAndThereIsRoomForEight) {
+  const auto segment = internal::ShmSegment::create(2, "run").value();
+  internal::ShmRank& rank = segment->rank(1);
+  const auto now = std::chrono::steady_clock::now();
+  std::vector<std::unique_ptr<internal::ShmWaitSign>> signs;
+  for (int i = 0; i < 9; ++i) {
+    signs.push_back(std::make_unique<internal::ShmWaitSign>(rank, now - (i + 1) * 1s));
+    signs.back()->say({.what = std::string(i == 7 ? 300 : 1, static_cast<char>('a' + i)), .ranks = {0}});
+  }
+
+  std::vector<internal::Wait> waits = internal::read_waits(rank, 1h);
+  ASSERT_EQ(waits.size(), internal::kShmWaitCount);
+  EXPECT_EQ(waits.front().what, std::string(internal::ShmWait::kTextMax, 'h'));
+  EXPECT_GE(waits.front().age, 8s);
+  EXPECT_EQ(waits.back().what, "a");
+
+  // A place is free again when its wait ends.
+  signs[0].reset();
+  signs[8]->say({.what = "i", .ranks = {0}});
+  waits = internal::read_waits(rank, 1h);
+  ASSERT_EQ(waits.size(), internal::kShmWaitCount);
+  EXPECT_EQ(waits.front().what, "i");
 }
 
 TEST(ShmAnnouncement, NumbersThatNoRankHasAreRefused) {
