@@ -10,10 +10,15 @@
 #include <filesystem>
 #include <fstream>
 #include <functional>
+#include <map>
+#include <memory>
+#include <optional>
 #include <thread>
 #include <utility>
 
+#include "collectives/rendezvous/rendezvous_store.h"
 #include "collectives/rendezvous/store_directory.h"
+#include "forebay/process_communicator.h"
 #include "tests/support/process.h"
 
 namespace forebay::internal {
@@ -178,6 +183,45 @@ class OtherProcess {
   pid_t id_ = -1;
   int leave_ = -1;
 };
+
+// A store of the program, in which texts of others lie too.
+class ProgramTexts final : public RendezvousTexts {
+ public:
+  Status set(const std::string& name, std::string_view text) override {
+    texts[name] = text;
+    return {};
+  }
+  std::optional<std::string> get(const std::string& name) override {
+    const auto found = texts.find(name);
+    if (found == texts.end()) return std::nullopt;
+    return found->second;
+  }
+  Status set_if_absent(const std::string& name, std::string_view text) override {
+    texts.emplace(name, text);
+    return {};
+  }
+  void remove(const std::string& name) noexcept override { texts.erase(name); }
+
+  std::map<std::string, std::string> texts;
+};
+
+TEST(ProgramStore, UsesOnlyTextsWithItsPrefix) {
+  const auto program = std::make_shared<ProgramTexts>();
+  const std::map<std::string, std::string> before = {{"a", "theirs"}, {"run/b", "first"}};
+  program->texts = before;
+  const auto limit = std::chrono::steady_clock::now();
+  const auto store = open_rendezvous({"run", program, {0, 2, "same"}, "", limit}).value();
+
+  EXPECT_EQ(store->read("a"), std::nullopt);
+  EXPECT_EQ(store->write_once("b", "second"), "first");
+  EXPECT_TRUE(store->write("a", "ours").ok());
+  EXPECT_EQ(store->read("a"), "ours");
+  EXPECT_EQ(program->texts.at("run/a"), "ours");
+  store->remove("a");
+
+  EXPECT_EQ(program->texts, before);
+  EXPECT_EQ(open_rendezvous({"", program, {0, 2, "same"}, "", limit}).value()->read("a"), "theirs");
+}
 
 TEST(StoreDirectory, ARankThatIsKilledIsNamedAndOneThatLeavesIsNot) {
   const testing::TemporaryDirectory directory;

@@ -121,6 +121,16 @@ TEST_F(PmixSessionTest, EachCallThatFailsIsToldWithPmixsWords) {
   expect_refused(session->fetch(1, "key", never()).status(), "learn from rank 1 where the ranks meet");
 }
 
+TEST_F(PmixSessionTest, EveryMeetingOfAProgramHasAnAddressOfItsOwn) {
+  fake_->rank = 0;
+  for (int meeting = 0; meeting < 2; ++meeting) {
+    const auto store = open_rendezvous({"pmix://job", nullptr, {0, 1, "same"}, "lo", never()});
+    EXPECT_TRUE(store.ok()) << store.status().to_string();
+  }
+
+  EXPECT_EQ(fake_->committed.size(), 2u);
+}
+
 // Before any rank connects.
 TEST_F(PmixSessionTest, ARankThatTheLauncherCallsOtherwiseIsRefused) {
   fake_->rank = 2;
