@@ -145,6 +145,20 @@ TEST(AllReduce, MovesTheBytesOfARingAndItsPadding) {
   });
 }
 
+TEST(AllReduce, OfOneRankThatFailedIsTheFailure) {
+  run_ranks(1, {}, [](Rank& rank) {
+    const Block data(*rank.backend, 64);
+    const AllReduceArguments arguments{
+        .data = data.data(), .count = 16, .type = DataType::kFloat32, .staging = nullptr, .bucket_bytes = 64};
+    EXPECT_TRUE(all_reduce(*rank.communicator, *rank.backend, *rank.kernels, arguments, {}).ok());
+
+    rank.communicator->abort(Status(StatusCode::kIoError, "the disk is full"));
+
+    EXPECT_EQ(all_reduce(*rank.communicator, *rank.backend, *rank.kernels, arguments, {}).message(),
+              "the disk is full");
+  });
+}
+
 TEST(AllReduce, NeedsNoStagingForOneRankAndABoundedOneForMore) {
   EXPECT_EQ(all_reduce_staging_bytes(1, 1 << 20, DataType::kFloat32), 0u);
   EXPECT_EQ(all_reduce_staging_bytes(4, 1 << 20, DataType::kFloat32), (2u << 20) + (1u << 18));

@@ -159,6 +159,25 @@ TEST(LocalCommunicator, AScriptedFaultStrikesARankThatIsAlone) {
   });
 }
 
+// A script counts the operations of the communicator that it was written for.
+TEST(LocalCommunicator, AScriptedFaultStrikesNoGroupThatIsSplitOff) {
+  const Status cause(StatusCode::kIoError, "scripted");
+  run_virtual(2, {.fault = {.rank = 0, .operation = 0, .cause = cause}}, [&](Member& member, int rank) {
+    const std::unique_ptr<Communicator> part = value_or_throw(member.communicator().split(0, rank));
+    std::byte* const target = member.allocate(128);
+    ASSERT_TRUE(
+        part->all_gather(
+                {.source = member.allocate(64), .target = target, .target_stride_bytes = 64, .bytes = 64},
+                member.stream())
+            .ok());
+    EXPECT_TRUE(member.finish().ok()) << member.finish().to_string();
+    ASSERT_TRUE(part->barrier().ok());
+
+    static_cast<void>(queue_gather(member, 2, 64));
+    EXPECT_EQ(member.finish().message(), "scripted");
+  });
+}
+
 TEST(LocalCommunicator, TheDeadDoNotSpeak) {
   std::vector<Status> causes(2);
   run_virtual(2, {.fault = {.rank = 1, .operation = 0, .kind = LocalFault::Kind::kDies}},

@@ -246,6 +246,9 @@ TEST(SimulatedCommunicator, RefusesWrongArgumentsInTheWordsOfTheOthers) {
             "send: peer 0 is not another rank of 0..3 seen from rank 0; give the number of another rank");
   EXPECT_EQ(ranks.communicator->recv(ranks.memory, 4, 0, 0, ranks.stream).message(),
             "recv: peer 0 is not another rank of 0..3 seen from rank 0; give the number of another rank");
+  const std::vector<std::byte> decision(kDecisionBytesMax + 1);
+  EXPECT_EQ(ranks.communicator->vote(1, decision).code(), StatusCode::kInvalidArgument);
+  EXPECT_TRUE(ranks.communicator->vote(1, Span(decision).first(kDecisionBytesMax)).ok());
   EXPECT_TRUE(ranks.communicator->status().ok());
 }
 
@@ -392,6 +395,23 @@ TEST(SimulatedCommunicator, RefusesABadTopologyByName) {
   EXPECT_NE(problem({.size = 4, .levels = odd}).message().find("latency_seconds"), std::string::npos);
   EXPECT_EQ(problem({.rank = -1, .size = 2, .levels = levels(4)}).code(), StatusCode::kInvalidArgument);
   EXPECT_EQ(problem({.rank = 3, .size = 2, .levels = levels(4)}).code(), StatusCode::kInvalidArgument);
+  for (double SimulatedLevel::*figure :
+       {&SimulatedLevel::message_seconds, &SimulatedLevel::processor_seconds_per_byte}) {
+    odd = levels(8);
+    odd[1].*figure = -1;
+    EXPECT_NE(problem({.size = 4, .levels = odd}).message().find("-1.000000; use 0 or more"),
+              std::string::npos);
+  }
+  odd = levels(8);
+  odd[1].resource = -1;
+  EXPECT_EQ(problem({.size = 4, .levels = odd}).message(),
+            "cannot simulate ranks: level network uses resource -1; use 0 to 15");
+  const auto timeless = value_or_throw(ModelBackend::create({}));
+  const auto timeless_kernels = value_or_throw(Kernels::create(*timeless));
+  EXPECT_EQ(SimulatedCommunicator::create({.size = 1, .levels = levels(4)}, *timeless, *timeless_kernels)
+                .status()
+                .message(),
+            "cannot simulate ranks: nothing takes time on the backend; give it a timing");
   odd = levels(8);
   odd[0].ranks_per_link = 0;
   EXPECT_NE(problem({.size = 4, .levels = odd}).message().find("level node has no ranks_per_link"),
