@@ -14,6 +14,7 @@
 #include <chrono>
 #include <deque>
 #include <filesystem>
+#include <fstream>
 #include <functional>
 #include <mutex>
 #include <span>
@@ -675,6 +676,24 @@ TEST_P(FileStore, ARefusedRangeGivesTheSpaceInOtherDirectoriesBack) {
   EXPECT_EQ(store->create_range("x", 10 * kBlock).status().code(), StatusCode::kIoError);
 
   EXPECT_EQ(size(), before);
+}
+
+// Bounce buffers take memory once they are used, and addresses at once.
+TEST_P(FileStore, GivesTheAddressesOfItsBounceBuffersBack) {
+  const auto address_bytes = [] {
+    std::uint64_t pages = 0;
+    std::ifstream("/proc/self/statm") >> pages;
+    return pages * static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
+  };
+  options_.block_bytes = 256 << 20;
+  options_.bounce_count = 4;
+  const std::uint64_t before = address_bytes();
+  auto store = make_file_store(options_).value();
+  EXPECT_GE(address_bytes(), before + (std::uint64_t{1} << 30));
+
+  store.reset();
+
+  EXPECT_LT(address_bytes(), before + (std::uint64_t{1} << 29));
 }
 
 TEST_P(FileStore, MemoryOnAPageGoesPastTheBounceBuffers) {
