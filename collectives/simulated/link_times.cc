@@ -72,7 +72,6 @@ ModelWork LinkTimes::message(const char* name, std::uint64_t bytes, int peer) co
   for (std::size_t l = 0; l < levels_.size(); ++l) {
     const SimulatedLevel& link = options_.levels[l];
     if (mine / link.ranks != other / link.ranks) continue;
-    if (mine == other) break;
     work.delay_seconds = link.latency_seconds;
     work.add(link.resource, static_cast<double>(bytes) / levels_[l].share + link.message_seconds);
     add_processor(work, link, static_cast<double>(bytes));
