@@ -7,6 +7,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <fstream>
 #include <functional>
@@ -223,6 +224,38 @@ TEST(ProgramStore, UsesOnlyTextsWithItsPrefix) {
   EXPECT_EQ(open_rendezvous({"", program, {0, 2, "same"}, "", limit}).value()->read("a"), "theirs");
 }
 
+// A store that knows who is here.
+class AttendedStore final : public RendezvousStore {
+ public:
+  explicit AttendedStore(Attendance here) : here_(std::move(here)) {}
+  const std::string& where() const noexcept override { return where_; }
+  Status write(const std::string&, std::string_view) override { return {}; }
+  std::optional<std::string> read(const std::string&) override { return std::nullopt; }
+  std::optional<std::string> write_once(const std::string&, std::string_view) override {
+    return std::nullopt;
+  }
+  void remove(const std::string&) noexcept override {}
+  std::optional<Attendance> attendance() override { return here_; }
+
+ private:
+  const std::string where_ = "memory";
+  const Attendance here_;
+};
+
+TEST(AttendedMeeting, KnowsTheFirstRankOnAnotherHost) {
+  const auto meet_on = [](const std::vector<std::string>& hosts) {
+    AttendedStore store({.generation = "word", .came = {true, true, true, true}, .hosts = hosts});
+    return meet(store, {0, 4, "same"}, Clock::now() + 30s, 30s).value();
+  };
+  const Meeting apart = meet_on({"a", "a", "b", "c"});
+  EXPECT_EQ(apart.generation, "word");
+  EXPECT_FALSE(apart.one_host);
+  EXPECT_EQ(apart.first_host, "a");
+  EXPECT_EQ(apart.other_host, "b");
+  EXPECT_EQ(apart.other_host_rank, 2);
+  EXPECT_TRUE(meet_on({"a", "a", "a", "a"}).one_host);
+}
+
 TEST(StoreDirectory, ARankThatIsKilledIsNamedAndOneThatLeavesIsNot) {
   const testing::TemporaryDirectory directory;
   const std::string path = directory / "store";
@@ -267,6 +300,8 @@ TEST(StoreDirectory, ARankOfAnotherHostNeedsNoLockThatThisHostSees) {
 TEST(StoreDirectory, TheLastOneToLeaveRemovesTheFilesOfAFailedRun) {
   const testing::TemporaryDirectory directory;
   std::ofstream(directory / "here.txt") << "the user's";
+  std::ofstream(directory / "rank.txt") << "the user's";
+  std::ofstream(directory / "twice.1") << "a word\nanother";
   std::filesystem::permissions(directory.path(), std::filesystem::perms::owner_all);
   std::unique_ptr<StoreDirectory> first = open_as(directory.path(), 0);
   std::unique_ptr<StoreDirectory> last = open_as(directory.path(), 2);
@@ -286,7 +321,8 @@ TEST(StoreDirectory, TheLastOneToLeaveRemovesTheFilesOfAFailedRun) {
   std::vector<std::string> left;
   for (const auto& entry : std::filesystem::directory_iterator(directory.path()))
     left.push_back(entry.path().filename());
-  EXPECT_EQ(left, std::vector<std::string>{"here.txt"});
+  std::sort(left.begin(), left.end());
+  EXPECT_EQ(left, (std::vector<std::string>{"here.txt", "rank.txt"}));
 }
 
 TEST(StoreDirectory, TwoProcessesOfARankAndTheOthersAreTold) {

@@ -205,6 +205,17 @@ TEST_P(TcpStoreWorld, ATextThatIsTooLargeIsRefusedAndTheStoreGoesOn) {
   for (const Status& status : statuses) EXPECT_TRUE(status.ok()) << status.to_string();
 }
 
+TEST_P(TcpStoreWorld, HasRoomForSoManyRanksAndNoMore) {
+  TcpStoreOptions many = options(1);
+  many.me.size = kTcpStoreRanksMax + 1;
+  many.deadline = 100ms;
+
+  const Status status = TcpStore::open(std::move(many)).status();
+
+  EXPECT_EQ(status.code(), StatusCode::kInvalidArgument) << status.to_string();
+  EXPECT_NE(status.message().find("4097 ranks cannot meet at"), std::string::npos) << status.message();
+}
+
 TEST_P(TcpStoreWorld, ARankWithAnotherSecretIsToldAtOnceAndTheOthersNameTheMissingRank) {
   const int bad = size() - 1;
   std::vector<Status> statuses = run_all([&](TcpStoreOptions& mine) {
