@@ -15,6 +15,7 @@
 //   claim            ends with 0 if it may print the error of all, with 1 if another rank does, with 2 if it
 //   is
 //                    not said who does
+//   fewer SIZE dies  the same, and rank 0 takes no signal but dies of it; with another word it hears none
 //   asked            waits for a signal, and the last rank then kills itself; a rank alone ends with 0. The
 //                    launcher would start the ranks that are left again
 #include <sched.h>
@@ -87,6 +88,7 @@ int run_rank(const std::vector<std::string>& arguments) {
   if (mode == "fewer" && !is_too_many) return 0;
   if (is_too_many && environment.rank == environment.size - 1) raise(SIGKILL);
   if (is_too_many && arguments.size() > 5 && environment.rank == 0) {
+    if (arguments[5] == "dies") sigprocmask(SIG_UNBLOCK, &set, nullptr);
     for (;;) pause();
   }
   if (mode == "asked") {

@@ -400,6 +400,15 @@ TEST_F(Launch, RanksThatItKillsAreNotLost) {
     EXPECT_TRUE(std::filesystem::exists(directory_ + "/report." + std::to_string(size) + ".0")) << size;
 }
 
+// Rank 0 has no handler, so that the launcher's request ends it.
+TEST_F(Launch, RanksThatDieOfItsRequestAreNotLost) {
+  start(4, 5s, {"fewer", "2", "dies"});
+
+  EXPECT_EQ(wait(), 0);
+  for (const int size : {4, 3, 2})
+    EXPECT_TRUE(std::filesystem::exists(directory_ + "/report." + std::to_string(size) + ".0")) << size;
+}
+
 // No rank is left, so nothing is started again.
 TEST_F(Launch, EndsWithItsLastRank) {
   start(1, 5s, {"fewer", "0"});
