@@ -398,6 +398,31 @@ TEST_P(CommunicatorConformance, SendAndRecvMatchByPeerAndTagInOrder) {
   });
 }
 
+TEST_P(CommunicatorConformance, OperationsOfNothingAreOperationsToo) {
+  run([&](Member& member, int rank) {
+    Communicator& communicator = member.communicator();
+    throw_if_error(communicator.reduce_scatter({.type = DataType::kFloat32}, member.stream()));
+    throw_if_error(communicator.all_gather({}, member.stream()));
+    if (size() > 1 && rank < 2) {
+      throw_if_error(rank == 0 ? communicator.send(nullptr, 0, 1, 7, member.stream())
+                               : communicator.recv(nullptr, 0, 0, 7, member.stream()));
+    }
+    throw_if_error(member.finish());
+    throw_if_error(communicator.exchange({}, {}));
+    std::byte* const bytes = member.allocate_filled(64 * static_cast<std::size_t>(size()), 0xCB);
+    throw_if_error(communicator.all_gather({.source = member.allocate_filled(64, 0x10 + rank),
+                                            .target = bytes,
+                                            .target_stride_bytes = 64,
+                                            .bytes = 64},
+                                           member.stream()));
+    throw_if_error(member.finish());
+    const std::vector<std::byte> all = member.read(bytes, 64 * static_cast<std::size_t>(size()));
+    for (std::size_t i = 0; i < all.size(); ++i) ASSERT_EQ(all[i], std::byte(0x10 + i / 64));
+    EXPECT_EQ(communicator.traffic().sent_bytes, 64u * static_cast<std::size_t>(size() - 1));
+    throw_if_error(communicator.barrier());
+  });
+}
+
 TEST_P(CommunicatorConformance, ExchangeGivesAllPiecesInRankOrder) {
   run([&](Member& member, int rank) {
     for (int round = 0; round < 20; ++round) {

@@ -111,6 +111,26 @@ TEST(NcclOptions, ATrainersCommunicatorOfAnotherRankIsRefused) {
   EXPECT_EQ(trainers.account().aborts, 2u);
 }
 
+// Ranks 0 and 1 of three are all of a group of two.
+TEST(NcclOptions, ATrainersCommunicatorOfMoreRanksIsRefused) {
+  Trainers trainers(3);
+  const std::shared_ptr<LocalGroup> group = LocalGroup::create(2);
+  on_ranks(3, [&](int rank) {
+    Member member(trainers.create_backend(rank));
+    auto& backend = static_cast<CudaBackend&>(member.backend());
+    const NcclComm comm = trainers.create(backend, rank);
+    if (rank < 2) {
+      const Status status =
+          create_nccl_communicator(value_or_throw(group->communicator(rank, backend, member.kernels())),
+                                   backend, member.kernels(), {.deadline = kDeadline, .adopted = comm})
+              .status();
+      EXPECT_EQ(status.code(), StatusCode::kInvalidArgument) << status.to_string();
+      EXPECT_NE(status.message().find("of 3, not rank "), std::string::npos) << status.message();
+    }
+    trainers.abort(comm);
+  });
+}
+
 TEST(NcclOptions, AfterAFailureATrainersCommunicatorIsRevokedAndNoMore) {
   Trainers trainers(2);
   on_ranks(2, [&](int rank) {
