@@ -478,6 +478,7 @@ void Engine::save_state_end() {
 
 std::string Engine::load_state(const std::string& directory, std::optional<std::uint64_t> step) {
   impl_->expect(Impl::Phase::kIdle, "load_state()");
+  impl_->expect_own_weights("load_state()");
   const Impl::OtherTraffic other(*impl_);
   impl_->values_fingerprint = 0;
   impl_->given_values.clear();

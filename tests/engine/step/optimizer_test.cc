@@ -4,9 +4,13 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <chrono>
 #include <filesystem>
+#include <functional>
+#include <initializer_list>
 #include <limits>
 #include <string>
+#include <string_view>
 #include <tuple>
 
 #include "tests/engine/toy_cases.h"
@@ -248,6 +252,7 @@ INSTANTIATE_TEST_SUITE_P(All, OptimizerContract, ::testing::ValuesIn(kRules),
 
 // The weights of evaluations are then the average, and the training goes on as if nothing had been.
 TEST(Optimizers, TheAverageMayTakeThePlaceOfTheWeightsForAWhile) {
+  const std::string directory = make_temporary_directory("optimizer");
   for (const auto& [stage, type, setting] :
        {std::tuple(0, DataType::kFloat32, kSettings[0]), std::tuple(2, DataType::kBfloat16, kSettings[1]),
         std::tuple(3, DataType::kFloat32, kSettings[4]), std::tuple(3, DataType::kBfloat16, kSettings[4])}) {
@@ -265,6 +270,19 @@ TEST(Optimizers, TheAverageMayTakeThePlaceOfTheWeightsForAWhile) {
         trainer.engine().swap_average();
         trainer.evaluate_all();
         EXPECT_THROW(trainer.engine().step_begin(), Error);
+        for (const auto& refused : std::initializer_list<std::function<void(Engine&)>>{
+                 [&](Engine& engine) { engine.save_state(directory, "x"); },
+                 [&](Engine& engine) { engine.save_state_begin(directory, "x"); },
+                 [&](Engine& engine) { static_cast<void>(engine.load_state(directory)); }}) {
+          try {
+            refused(trainer.engine());
+            ADD_FAILURE() << "not refused";
+          } catch (const Error& error) {
+            EXPECT_NE(std::string(error.what()).find("the weights are their moving average"),
+                      std::string::npos)
+                << error.what();
+          }
+        }
         trainer.collect(result);
         EXPECT_EQ(result.masters, before.averages) << text_of(options);
         EXPECT_EQ(result.averages, before.masters) << text_of(options);
@@ -283,6 +301,7 @@ TEST(Optimizers, TheAverageMayTakeThePlaceOfTheWeightsForAWhile) {
     trainer.initialize();
     EXPECT_THROW(trainer.engine().swap_average(), Error);
   });
+  std::filesystem::remove_all(directory);
 }
 
 // A run without an average goes on with one, which begins as its weights.
@@ -389,6 +408,30 @@ TEST(Optimizers, SeveralPiecesOfFilesGiveTheSameBits) {
     });
   }
   std::filesystem::remove_all(directory);
+}
+
+// On the virtual clock kernels or the link are slow, so that work that does not wait for them comes too
+// early.
+TEST(Optimizers, ThoseOfWholeParametersWaitForSlowWork) {
+  using std::chrono::milliseconds;
+  WorldOptions slow_kernels, slow_decision, slow_link;
+  slow_kernels.script.kernel_duration = [](const char*) { return milliseconds(1); };
+  slow_decision.script.kernel_duration = [](const char* kernel) {
+    return milliseconds(std::string_view(kernel) == "forebay_step_control" ? 100 : 0);
+  };
+  slow_link.local.latency = milliseconds(1);
+  for (WorldOptions* world : {&slow_kernels, &slow_decision, &slow_link}) {
+    for (const Optimizer optimizer : {Optimizer::kAdafactor, Optimizer::kMuon}) {
+      for (const auto& [stage, setting] :
+           {std::pair(0, kSettings[0]), {2, kSettings[0]}, {2, kSettings[1]}}) {
+        ToyOptions options = options_of({optimizer}, stage, DataType::kFloat32, 3, setting);
+        options.steps = 2;
+        HostClock clock(HostClock::Mode::kVirtual);
+        world->clock = &clock;
+        expect_same(run_toy(options, *world), reference_toy(options), text_of(options));
+      }
+    }
+  }
 }
 
 // 4096 elements on two ranks, in bytes: a quarter of fp32's with 8-bit moments and no master.

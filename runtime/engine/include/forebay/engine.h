@@ -393,7 +393,7 @@ class Engine {
   std::vector<float> get_average(ParameterId parameter);
   // Exchanges the weights and their moving average, so that evaluations and get_parameter() are of the
   // average; the next call exchanges them again. Requires: ShardingOptions::ema, and a master in fp32, which
-  // loses no bit. Order: collective, between steps; no step and no saving in between.
+  // loses no bit. Order: collective, between steps; no step, no saving and no loading in between.
   void swap_average();
   // Freezes a parameter, or unfreezes it, from the next step on: its gradient is not asked for (its mode is
   // kNone) and zero, and its value, m, v and moving average stay. It keeps its place, and its zeros are
