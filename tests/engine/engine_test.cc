@@ -513,6 +513,41 @@ TEST(Engine, NamesTheOptionAndTheRanksThatDiffer) {
   });
   EXPECT_NE(pass.find("unit:unit1 is "), std::string::npos) << pass;
   EXPECT_NE(pass.find("gradient-only"), std::string::npos) << pass;
+
+  // `change` is made on the last rank alone, `common` on all.
+  const auto expect_named = [&](
+                                const char* named, const std::function<void(ToyOptions&)>& change,
+                                const std::function<void(ToyOptions&)>& common = [](ToyOptions&) {}) {
+    const std::string message = message_of([&](int r, ToyOptions& o) {
+      common(o);
+      if (r == 3) change(o);
+    });
+    EXPECT_NE(message.find(named), std::string::npos) << named << ": " << message;
+    EXPECT_NE(message.find("on rank 3"), std::string::npos) << named << ": " << message;
+  };
+  const auto muon = [](ToyOptions& o) {
+    o.engine.optimizer = Optimizer::kMuon;
+    o.units[2].parameters[0].shape = {600, 5};
+  };
+  const auto recorded = [](ToyOptions& o) { o.engine.order_of_units = OrderOfUnits::kRecorded; };
+  expect_named("beta2 is", [](ToyOptions& o) { o.engine.beta2 = 0.5; });
+  expect_named("epsilon is", [](ToyOptions& o) { o.engine.epsilon = 0.5; });
+  expect_named("loss-scale is", [](ToyOptions& o) { o.engine.loss_scale.initial = 2048; });
+  expect_named("loss-scale is", [](ToyOptions& o) { ++o.engine.loss_scale.growth_interval; });
+  expect_named("loss-scale is", [](ToyOptions& o) { o.engine.loss_scale.minimum = 2; });
+  expect_named("unit:unit1 is", [](ToyOptions& o) { o.units[1].parameters[2].group = 1; });
+  expect_named("unit:unit1 is", [](ToyOptions& o) { o.units[1].parameters[2].replicated = true; });
+  expect_named("unit:unit4 is", [](ToyOptions& o) { o.units[4].tied.clear(); });
+  expect_named(
+      "unit:unit2 is", [](ToyOptions& o) { o.units[2].parameters[0].elementwise = true; }, muon);
+  expect_named(
+      "unit:unit2 is",
+      [](ToyOptions& o) {
+        o.units[2].parameters[0].shape = {300, 10};
+      },
+      muon);
+  expect_named(
+      "recorded-order is", [](ToyOptions& o) { o.engine.recorded_order = "0.1.1b.1r.0r///"; }, recorded);
 }
 
 TEST(Engine, RefusesMisuseWithWordsAndGoesOn) {
@@ -729,6 +764,9 @@ TEST_F(SavedState, KeepsThePlaceBetweenTwoGrowthsOfTheLossScale) {
   });
   run_ranks(2, {}, [&](Rank& rank) {
     ToyTrainer trainer(options, rank);
+    // The loaded values take the place of those that ranks gave before, which need not be the same.
+    trainer.engine().set_parameter({0, 1},
+                                   std::vector<float>(65, rank.communicator->rank() == 0 ? 1.0f : 2.0f));
     trainer.engine().load_state(directory_);
     EXPECT_EQ(trainer.engine().loss_scale(), 2048);
     EXPECT_EQ(scales_from(4, 7, trainer), (std::vector<double>{2048, 4096, 4096}));
@@ -938,12 +976,14 @@ TEST_F(SavedState, GoesOnAfterASaveThatFailed) {
     trainer.initialize();
     EXPECT_THROW(trainer.engine().save_state(directory_ + "/file", "a"), Error);
     EXPECT_THROW(trainer.engine().save_state(directory_, "not text: \xff"), Error);
+    EXPECT_THROW(trainer.engine().save_state(directory_, "a", 0), Error);
     EXPECT_THROW(trainer.engine().load_state(directory_), Error) << "there is none yet";
     EXPECT_FALSE(trainer.step(0).skipped);
     trainer.engine().save_state(directory_, "b");
     EXPECT_EQ(trainer.engine().load_state(directory_), "b");
   });
   EXPECT_FALSE(std::filesystem::exists(directory_ + "/.saving-step-000000000000"));
+  EXPECT_FALSE(std::filesystem::exists(directory_ + "/step-000000000000"));
 }
 
 TEST(Engine, PlacesManySmallUnits) {
@@ -970,9 +1010,11 @@ TEST(Engine, AParameterOfSeveralPiecesComesBack) {
       std::vector<float> values(2'200'000);
       for (std::size_t i = 0; i < values.size(); ++i) values[i] = static_cast<float>(i);
       engine.set_parameter(large, values);
-      engine.set_parameter(frozen, values);
+      const std::vector<float> frozen_values(values.rbegin(), values.rend());
+      engine.set_parameter(frozen, frozen_values);
       EXPECT_TRUE(engine.get_parameter(large) == values) << "stage " << stage;
-      EXPECT_TRUE(engine.get_parameter(frozen) == values) << "stage " << stage;
+      EXPECT_TRUE(engine.get_parameter(frozen) == frozen_values) << "stage " << stage;
+      EXPECT_TRUE(engine.get_average(frozen) == frozen_values) << "stage " << stage;
       engine.swap_average();
       EXPECT_TRUE(engine.get_average(large) == values) << "stage " << stage;
       EXPECT_THROW(engine.set_parameter_part(large, 2'200'001, Span<const float>(values).first(1)), Error);
@@ -996,7 +1038,20 @@ TEST(Engine, RefusesValuesOutOfRange) {
   EXPECT_TRUE(refused([](ToyOptions& o) { o.engine.beta2 = 1.0; }));
   EXPECT_TRUE(refused([](ToyOptions& o) { o.engine.beta2 = 1.0 - 1e-9; })) << "1 in fp32";
   EXPECT_TRUE(refused([](ToyOptions& o) { o.engine.epsilon = 1e-60; }));
-  EXPECT_TRUE(refused([](ToyOptions& o) { o.engine.loss_scale.initial = std::nan(""); }));
+  EXPECT_TRUE(refused([](ToyOptions& o) { o.engine.epsilon = 1e39; })) << "infinite in fp32";
+  EXPECT_FALSE(refused([](ToyOptions& o) { o.engine.beta1 = 0.0; }));
+  constexpr double kInfinite = std::numeric_limits<double>::infinity();
+  for (const double value : {std::nan(""), kInfinite, 0.0, -1.0}) {
+    EXPECT_TRUE(refused([=](ToyOptions& o) { o.engine.loss_scale.initial = value; })) << value;
+    EXPECT_TRUE(refused([=](ToyOptions& o) { o.engine.loss_scale.minimum = value; })) << value;
+  }
+  EXPECT_TRUE(refused([](ToyOptions& o) { o.engine.loss_scale.growth_interval = 0; }));
+  EXPECT_FALSE(refused([](ToyOptions& o) { o.engine.loss_scale.growth_interval = 1; }));
+  for (const auto& [threads, is_refused] : {std::pair(-1, true), {0, false}, {4096, false}, {4097, true}})
+    EXPECT_EQ(refused([threads = threads](ToyOptions& o) { o.engine.host_threads = threads; }), is_refused)
+        << threads;
+  for (const double value : {std::nan(""), kInfinite, -1.0})
+    EXPECT_TRUE(refused([=](ToyOptions& o) { o.gradient_factor = [=](int) { return value; }; })) << value;
   for (const double value : {std::nan(""), 1e39, -1e308}) {  // Infinite in fp32.
     EXPECT_TRUE(refused([=](ToyOptions& o) { o.groups[1].lr = value; })) << value;
     EXPECT_TRUE(refused([=](ToyOptions& o) { o.groups[1].weight_decay = value; })) << value;
@@ -1057,21 +1112,75 @@ TEST(Engine, NoticesASingleBitThatDiffersBetweenRanks) {
     ToyOptions options;
     options.units = {{{{64}}, {}, true}};
     options.ranks = 2;
-    options.groups = {{1e-2, 0.1}};
+    options.groups = {{1e-2, 0.1, 0.9, 0.999, 1e-8}};
     EXPECT_THROW(run_ranks(2, {},
                            [&](Rank& rank) {
                              ToyOptions mine = options;
                              if (rank.communicator->rank() == 1) {
-                               double& value = bit % 2 == 0 ? mine.groups[0].lr : mine.clip;
-                               value = std::bit_cast<double>(std::bit_cast<std::uint64_t>(value) ^
-                                                             std::uint64_t{1} << bit);
+                               const auto flipped = [bit](double value) {
+                                 return std::bit_cast<double>(std::bit_cast<std::uint64_t>(value) ^
+                                                              std::uint64_t{1} << bit);
+                               };
+                               GroupHyperparameters& group = mine.groups[0];
+                               std::function<void()> const changes[] = {
+                                   [&] { group.lr = flipped(group.lr); },
+                                   [&] { mine.clip = flipped(mine.clip); },
+                                   [&] { group.weight_decay = flipped(group.weight_decay); },
+                                   [&] { group.beta1 = flipped(0.9); },
+                                   [&] { group.beta2 = flipped(0.999); },
+                                   [&] { group.epsilon = flipped(1e-8); },
+                                   [&] { mine.gradient_factor = [=](int) { return flipped(1.0); }; }};
+                               changes[bit % 7]();
                              }
                              ToyTrainer trainer(mine, rank);
                              trainer.initialize();
                              static_cast<void>(trainer.step(0));
                            }),
                  Error)
-        << "bit " << bit << " of " << (bit % 2 == 0 ? "lr" : "clip");
+        << "bit " << bit << " of value " << bit % 7;
+  }
+}
+
+// The ranks give the same numbers, and one gives them to another parameter, or to other elements of it.
+TEST(Engine, NoticesTheSameValuesInAnotherPlace) {
+  const std::vector<float> values(20, 1.0f);
+  const std::function<void(Engine&, bool)> changes[] = {
+      [&](Engine& engine, bool second) {
+        engine.set_parameter_part({1, second ? 1 : 0}, 0, values);
+      },
+      [&](Engine& engine, bool second) {
+        engine.set_parameter_part({1, 0}, second ? 1 : 0, values);
+      },
+      [&](Engine& engine, bool second) {
+        engine.freeze({1, second ? 1 : 0});
+      },
+      [&](Engine& engine, bool second) {
+        engine.freeze({1, 0}, second);
+      }};
+  for (const auto& change : changes) {
+    const ToyOptions options = options_for(1, DataType::kFloat32, 2);
+    std::vector<std::string> messages(2);
+    run_ranks(2, {}, [&](Rank& rank) {
+      const int r = rank.communicator->rank();
+      ToyTrainer trainer(options, rank);
+      trainer.initialize();
+      change(trainer.engine(), r == 1);
+      trainer.engine().step_begin();
+      trainer.engine().micro_step_begin(0);
+      for (int u = 0; u < 5; ++u) trainer.engine().skip(u);
+      try {
+        static_cast<void>(trainer.engine().step({.groups = options.groups}));
+      } catch (const Error& error) {
+        EXPECT_EQ(error.code(), StatusCode::kInvalidArgument);
+        messages[static_cast<std::size_t>(r)] = error.what();
+      }
+    });
+    const auto number = &change - changes;
+    EXPECT_NE(messages[0].find("rank 1"), std::string::npos) << number << ": " << messages[0];
+    EXPECT_EQ(messages[1], messages[0]) << number;
+    const bool names_parameter = number < 2;
+    EXPECT_EQ(messages[0].find("given to parameter p2") != std::string::npos, names_parameter)
+        << number << ": " << messages[0];
   }
 }
 

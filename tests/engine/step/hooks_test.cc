@@ -134,7 +134,8 @@ TEST(Gradients, OneThatIsNotFiniteIsFound) {
     options.engine.micro_steps = 2;
     options.engine.find_non_finite = true;
     options.disturbance = [](int rank, int step) {
-      return rank > 0 && step == 1 ? std::numeric_limits<float>::infinity() : 0.0f;
+      const bool is_disturbed = (rank > 0 && step == 1) || (rank == 2 && step == 3);
+      return is_disturbed ? std::numeric_limits<float>::infinity() : 0.0f;
     };
     run_ranks(3, {}, [&](Rank& rank) {
       ToyTrainer trainer(options, rank);
@@ -148,6 +149,45 @@ TEST(Gradients, OneThatIsNotFiniteIsFound) {
       EXPECT_EQ(result.non_finite->parameter, (ParameterId{4, 0}));  // The head comes first.
       EXPECT_EQ(result.non_finite->element, 0u);
       EXPECT_FALSE(trainer.step(2).non_finite);
+      const StepResult last = trainer.step(3);
+      ASSERT_TRUE(last.non_finite);
+      EXPECT_EQ(last.non_finite->rank, 2);  // The finding of the earlier step is forgotten.
+    });
+  }
+}
+
+TEST(Gradients, TheElementThatIsNotFiniteIsNamed) {
+  for (const OrderOfUnits order : {OrderOfUnits::kStrict, OrderOfUnits::kRecorded}) {
+    run_ranks(1, {}, [&](Rank& rank) {
+      EngineOptions options;
+      options.find_non_finite = true;
+      options.micro_steps = 2;
+      options.order_of_units = order;
+      Engine engine(*rank.backend, *rank.kernels, *rank.communicator, options);
+      const UnitId unit = engine.add_unit("u");
+      const ParameterId first = engine.add_parameter(unit, "p", 700);
+      const ParameterId second = engine.add_parameter(unit, "q", 700);
+      engine.commit();
+      const Stream stream = value_or_throw(rank.backend->stream_create());
+      engine.step_begin();
+      for (int k = 0; k < 2; ++k) {
+        engine.micro_step_begin(k);
+        static_cast<void>(engine.forward(unit, stream));
+        Lease lease = engine.backward(unit, stream);
+        static_cast<void>(lease.zeroed_gradient(first));
+        const Gradient gradient = lease.zeroed_gradient(second);
+        if (k == 1) {
+          throw_if_error(call_on(*rank.backend, stream, [gradient] {
+            for (const int i : {5, 8}) gradient.as<float>()[i] = std::numeric_limits<float>::quiet_NaN();
+          }));
+        }
+      }
+      const StepResult result = engine.step({.groups = {{}}});
+      ASSERT_TRUE(result.non_finite);
+      EXPECT_EQ(result.non_finite->micro_step, 1);
+      EXPECT_EQ(result.non_finite->parameter, second);
+      EXPECT_EQ(result.non_finite->element, 5u);
+      throw_if_error(rank.backend->stream_destroy(stream));
     });
   }
 }
