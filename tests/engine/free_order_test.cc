@@ -608,6 +608,7 @@ TEST(FreeOrderCalls, OutOfTurnChangeNothing) {
     }
     static_cast<void>(engine.backward(0, stream));
     refused("was complete", [&] { static_cast<void>(engine.backward(0, stream)); });
+    refused("the next of 1 micro-steps is 1", [&] { engine.micro_step_begin(1); });
     refused("clip", [&] { static_cast<void>(engine.step({.groups = {{}}, .clip = -1.0})); });
     refused("beta2", [&] { static_cast<void>(engine.step({.groups = {{.beta2 = 1.0}}})); });
     refused("gradient_factor",

@@ -142,6 +142,64 @@ TEST(Lease, AGradientThatIsLeftOutIsRefusedInTheFirstStep) {
   }
 }
 
+TEST(Description, RefusesAShapeOfAnotherNumberOfElements) {
+  run_ranks(1, {}, [](Rank& rank) {
+    Engine engine(*rank.backend, *rank.kernels, *rank.communicator, {});
+    const ParameterId p = engine.add_parameter(engine.add_unit("u"), "p", 12);
+    const std::vector<std::vector<std::uint64_t>> shapes = {
+        {3, 5}, {11}, {13}, {}, {12, 0}, {std::uint64_t{1} << 62, 4, 12}, {(std::uint64_t{1} << 62) + 3, 4}};
+    for (const std::vector<std::uint64_t>& shape : shapes)
+      refused("which has 12 elements", [&] { engine.declare_shape(p, shape); });
+    engine.declare_shape(p, std::vector<std::uint64_t>{2, 6, 1});
+    engine.commit();
+  });
+}
+
+// An abandoned step has no part in it: neither the gradients that it asked for, nor those that it left out.
+TEST(Lease, TheFirstStepThatIsTakenIsCheckedForItself) {
+  for (const bool asked_before : {true, false}) {
+    run_ranks(1, {}, [&](Rank& rank) {
+      EngineOptions options;
+      options.order_of_units = OrderOfUnits::kRecorded;
+      Model m(rank, options);
+      m.engine.commit();
+      pass(m, asked_before);
+      m.engine.abandon();
+      if (asked_before) {
+        pass(m, false);
+        refused("the gradient of parameter gain of unit head", [&] { m.step(); });
+      } else {
+        m.begin();
+        static_cast<void>(m.engine.forward(m.embedding, m.stream));
+        static_cast<void>(m.engine.backward(m.embedding, m.stream).zeroed_gradient(m.wte));
+        EXPECT_EQ(m.step().grad_norm, 0.0);  // The head has no backward lease.
+      }
+      throw_if_error(rank.backend->stream_destroy(m.stream));
+    });
+  }
+}
+
+TEST(Lease, EndsWhereAnotherTakesItsPlace) {
+  run_ranks(1, {}, [](Rank& rank) {
+    EngineOptions options;
+    options.order_of_units = OrderOfUnits::kRecorded;
+    Model m(rank, options);
+    m.engine.commit();
+    m.begin();
+    Lease lease = m.engine.forward(m.embedding, m.stream);
+    Lease other = m.engine.forward(m.head, m.stream);
+    EXPECT_EQ(m.engine.open_leases(), 2u);
+    lease = std::move(other);
+    EXPECT_EQ(m.engine.open_leases(), 1u);
+    EXPECT_NE(lease.parameter(m.gain), nullptr);
+    refused("was moved from", [&] { static_cast<void>(other.parameter(0)); });
+    lease = Lease(std::move(other));
+    EXPECT_EQ(m.engine.open_leases(), 0u);
+    throw_if_error(rank.backend->stream_synchronize(m.stream));
+    throw_if_error(rank.backend->stream_destroy(m.stream));
+  });
+}
+
 TEST(Lease, AnOptionalGradientMayBeLeftOut) {
   run_ranks(1, {}, [](Rank& rank) {
     Model m(rank);

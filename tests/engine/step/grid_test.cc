@@ -3,11 +3,13 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <chrono>
 #include <cmath>
 #include <functional>
 #include <limits>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "tests/engine/toy_cases.h"
@@ -33,10 +35,10 @@ struct GridResult {
   std::vector<ToyResult> parts;  // Replica 0.
 };
 
-GridResult run_grid(const Grid& grid, int steps) {
+GridResult run_grid(const Grid& grid, int steps, const WorldOptions& world_options = {}) {
   GridResult result;
   result.parts.resize(static_cast<std::size_t>(grid.parts));
-  run_ranks(grid.parts * grid.replicas, {}, [&](Rank& rank) {
+  run_ranks(grid.parts * grid.replicas, world_options, [&](Rank& rank) {
     const int world_rank = rank.communicator->rank();
     const int part = world_rank % grid.parts;
     const std::unique_ptr<Communicator> world = std::move(rank.communicator);
@@ -98,6 +100,28 @@ TEST(EngineGrid, CountsReplicatedParametersOnce) {
       // Parameters that another rank counts are updated, too.
       for (const ToyResult& part : actual.parts) EXPECT_EQ(part.masters, expected.masters);
     }
+  }
+}
+
+// Elements that another part counts are zero only while the norm is taken, which is slow on the virtual
+// clock.
+TEST(EngineGrid, SendsReplicatedParametersWhole) {
+  for (int stage = 0; stage < 4; ++stage) {
+    HostClock clock(HostClock::Mode::kVirtual);
+    WorldOptions world;
+    world.clock = &clock;
+    world.local.latency = std::chrono::milliseconds(1);
+    world.script.kernel_duration = [](const char* kernel) {
+      return std::chrono::milliseconds(std::string_view(kernel) == "forebay_norm" ? 5 : 0);
+    };
+    Grid grid;
+    grid.stage = stage;
+    grid.models.assign(2, replicated(awkward_units()));
+    grid.first_counts_alone = true;
+    const GridResult actual = run_grid(grid, 2, world);
+    const ToyResult expected = alone(stage, 2, awkward_units(), 2);
+    EXPECT_EQ(actual.norms, expected.grad_norms) << "stage " << stage;
+    for (const ToyResult& part : actual.parts) EXPECT_EQ(part.masters, expected.masters) << "stage " << stage;
   }
 }
 
@@ -253,6 +277,41 @@ TEST(EngineGrid, TellsAllPartsWhichOptionDiffersInOne) {
     expect_refusal("micro-steps", odd, [](EngineOptions& options) { ++options.micro_steps; });
     expect_refusal("--text", odd, [](EngineOptions& options) { options.agreement[0].second = "43"; });
   }
+}
+
+TEST(EngineGrid, TellsAllPartsThatOneGaveOtherHyperparameters) {
+  const auto refusals = [](const std::function<void(Hyperparameters&)>& change) {
+    std::atomic<int> refused{0};
+    run_ranks(4, {}, [&](Rank& rank) {
+      const int world_rank = rank.communicator->rank();
+      const std::unique_ptr<Communicator> world = std::move(rank.communicator);
+      rank.communicator = value_or_throw(world->split(world_rank % 2, world_rank));
+      Engine engine(*rank.backend, *rank.kernels, *rank.communicator, EngineOptions{{}, world.get()});
+      const UnitId unit = engine.add_unit("unit");
+      engine.add_parameter(unit, "weight", 100);
+      engine.commit();
+      // Parts have different weights.
+      engine.set_parameter({unit, 0}, std::vector<float>(100, static_cast<float>(world_rank % 2)));
+      engine.step_begin();
+      engine.micro_step_begin(0);
+      engine.skip(unit);
+      Hyperparameters hyperparameters{.groups = {{}}};
+      if (world_rank % 2 == 1) change(hyperparameters);
+      try {
+        static_cast<void>(engine.step(hyperparameters));
+      } catch (const Error& error) {
+        EXPECT_EQ(error.code(), StatusCode::kInvalidArgument);
+        EXPECT_NE(std::string(error.what()).find("the ranks of the grid gave different values"),
+                  std::string::npos)
+            << error.what();
+        ++refused;
+      }
+    });
+    return refused.load();
+  };
+  EXPECT_EQ(refusals([](Hyperparameters& hyperparameters) { hyperparameters.groups[0].lr = 0.5; }), 4);
+  EXPECT_EQ(refusals([](Hyperparameters& hyperparameters) { hyperparameters.clip = 0.5; }), 4);
+  EXPECT_EQ(refusals([](Hyperparameters&) {}), 0);
 }
 
 TEST(EngineGrid, LeavesActivationsTheRoomOfTheTightestRank) {

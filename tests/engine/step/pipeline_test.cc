@@ -131,6 +131,7 @@ TEST(ForwardPassesAhead, ComeInOneOrderOnly) {
     trainer.backward_pass(0, 1);
     expect_refused([&] { engine.micro_step_begin(3); }, "micro-step 2 has no backward pass");
     trainer.backward_pass(0, 2);
+    expect_refused([&] { engine.micro_step_begin(3); }, "the next of 3 micro-steps is 3");
     expect_refused(backward, "needs micro_step_begin()");
     EXPECT_FALSE(engine.step({.groups = options.groups}).skipped);
     throw_if_error(rank.backend->stream_destroy(stream));
@@ -325,11 +326,11 @@ TEST(SharedUnits, OverflowOnBothStagesWhereOneDoes) {
   for (const ToyResult& stage : actual.stages) EXPECT_EQ(stage.statistics.applied_steps, 2u);
 }
 
-TEST(SharedUnits, AreRefusedWhereStagesDiffer) {
+void expect_refused_where_stages_differ(const std::function<void(ToyParameter&)>& change) {
   Pipeline pipeline;
   pipeline.replicas = 2;
   pipeline.models = {first_stage(), last_stage()};
-  pipeline.models[1][0].parameters[0].count = 1501;
+  change(pipeline.models[1][0].parameters[0]);
   pipeline.common = options_for(1, DataType::kFloat32, 2);
   std::atomic<int> refused{0};
   run_ranks(4, {}, [&](Rank& rank) {
@@ -352,6 +353,12 @@ TEST(SharedUnits, AreRefusedWhereStagesDiffer) {
   EXPECT_EQ(refused, 4);
 }
 
+TEST(SharedUnits, AreRefusedWhereStagesDiffer) {
+  expect_refused_where_stages_differ([](ToyParameter& parameter) { parameter.count = 1501; });
+  expect_refused_where_stages_differ([](ToyParameter& parameter) { parameter.group = 1; });
+  expect_refused_where_stages_differ([](ToyParameter& parameter) { parameter.frozen = true; });
+}
+
 TEST(SharedUnits, NeedAGridAndAreNotSkipped) {
   run_ranks(2, {}, [](Rank& rank) {
     const int world_rank = rank.communicator->rank();
@@ -366,6 +373,13 @@ TEST(SharedUnits, NeedAGridAndAreNotSkipped) {
     options.engine.order_of_units = OrderOfUnits::kRecorded;
     EXPECT_THROW(ToyTrainer(options, rank), Error);
     options.engine.order_of_units = OrderOfUnits::kStrict;
+    {
+      Engine engine(*rank.backend, *rank.kernels, *rank.communicator, options.engine);
+      const UnitId unit = engine.add_unit("u");
+      for (const UnitId missing : {unit - 1, unit + 1}) EXPECT_THROW(engine.share(missing, *shared), Error);
+      engine.share(unit, *shared);
+      EXPECT_THROW(engine.share(unit, *shared), Error) << "twice";
+    }
     ToyTrainer trainer(options, rank);
     trainer.initialize();
     trainer.engine().step_begin();
