@@ -343,6 +343,60 @@ TEST(ActivationCheckpointer, SavesIntoAPlaceOnlyWhenItsLastSaveIsOver) {
   }
 }
 
+TEST(ActivationCheckpointer, LoadsOnAnotherStreamWhenTheSaveIsOver) {
+  constexpr std::uint64_t kBytes = 10'000;
+  for (const ActivationPlacement placement : {kKeep, kPartition, kPartitionAndSpill}) {
+    HostClock clock(HostClock::Mode::kVirtual);
+    WorldOptions world;
+    world.clock = &clock;
+    run_ranks(1, world, [&](Rank& rank) {
+      Backend& backend = *rank.backend;
+      ActivationCheckpointer checkpointer(backend, *rank.communicator, memory_options({}));
+      checkpointer.declare({.unit = 0, .bytes = kBytes, .placement = placement});
+      checkpointer.commit();
+      const Stream late = value_or_throw(backend.stream_create());
+      const Stream early = value_or_throw(backend.stream_create());
+      DevicePtr const source = value_or_throw(backend.alloc(kBytes));
+      std::memset(source, 7, kBytes);
+
+      throw_if_error(call_on(backend, late, [&clock] { clock.sleep(std::chrono::seconds(1)); }));
+      checkpointer.save({0, 0, 0}, source, kBytes, late);
+      {
+        const ActivationLease lease = checkpointer.load({0, 0, 0}, early);
+        throw_if_error(backend.stream_synchronize(early));
+        EXPECT_EQ(lease.data()[kBytes - 1], std::byte{7}) << activation_placement_name(placement);
+      }
+      EXPECT_EQ(clock.now(), std::chrono::seconds(1)) << activation_placement_name(placement);
+
+      for (const Stream stream : {late, early}) {
+        throw_if_error(backend.stream_synchronize(stream));
+        throw_if_error(backend.stream_destroy(stream));
+      }
+      throw_if_error(backend.free(source));
+    });
+  }
+}
+
+// A micro-batch without some of its activations: its first load says that its forward pass is over.
+TEST(ActivationCheckpointer, FetchesAheadWhereSomeAreNotSaved) {
+  constexpr std::uint64_t kBytes = 10'000;
+  run_ranks(2, {}, [](Rank& rank) {
+    Backend& backend = *rank.backend;
+    ActivationCheckpointer checkpointer(backend, *rank.communicator, memory_options({.look_ahead = 1}));
+    for (const int unit : {0, 1, 2})
+      checkpointer.declare({.unit = unit, .bytes = kBytes, .placement = kPartition});
+    checkpointer.commit();
+    const Stream stream = value_or_throw(backend.stream_create());
+    DevicePtr const source = value_or_throw(backend.alloc(kBytes));
+    for (const int unit : {0, 1}) checkpointer.save({unit, 0, 0}, source, kBytes, stream);
+    for (const int unit : {1, 0}) static_cast<void>(checkpointer.load({unit, 0, 0}, stream));
+    EXPECT_EQ(checkpointer.statistics().ahead_count, 1u);
+    throw_if_error(backend.stream_synchronize(stream));
+    throw_if_error(backend.stream_destroy(stream));
+    throw_if_error(backend.free(source));
+  });
+}
+
 // On the virtual clock: what is saved takes no time, and its place is read a millisecond later by a kernel
 // (what is kept), a gather (what is cut) or a fetch (what is spilled).
 TEST(ActivationCheckpointer, SavesIntoAPlaceOnlyWhenItsLastReaderHasRead) {

@@ -258,6 +258,27 @@ TEST(OffloadFault, AParameterThatCannotBeReadCommitsNoStep) {
   EXPECT_GE(met, 3);
 }
 
+TEST(OffloadFault, AStoreWhoseGranuleCutsStatesIsRefused) {
+  for (const auto& [granule_bytes, is_refused] : {std::pair(64u << 10, false), {128u << 10, true}}) {
+    ToyOptions toy = options_for(1, DataType::kFloat32, 2);
+    toy.engine.offload = Offload::kOptimizer;
+    toy.engine.tier = Tier::kFile;
+    toy.engine.staging_bytes = 8u << 20;
+    toy.hooks.make_store = [granule_bytes = granule_bytes](int) {
+      return make_memory_store({.granule_bytes = granule_bytes});
+    };
+    std::string message;
+    try {
+      run_ranks(2, {}, [&](Rank& rank) { const ToyTrainer trainer(toy, rank); });
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), StatusCode::kInvalidArgument);
+      message = error.what();
+    }
+    EXPECT_EQ(message.find("granule of 131072 bytes does not divide 64 KiB") != std::string::npos, is_refused)
+        << message;
+  }
+}
+
 // When a store fails between steps, the rank's next call says so, and the rank ends.
 TEST(OffloadFault, LeavesTheEngineFailed) {
   Script script;

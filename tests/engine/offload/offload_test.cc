@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 #include <stdlib.h>
 
+#include <chrono>
 #include <filesystem>
 #include <limits>
 #include <set>
@@ -252,6 +253,85 @@ TEST(Offload, UpdatesMoreElementsThanAreRoundedAtATime) {
   EXPECT_EQ(run_toy(options).digest, expected);
 }
 
+// On the virtual clock updates and copies are so slow that the next step is queued before the last one's
+// update begins. The second step uses another learning rate, and one unit of two.
+TEST(Offload, TheNextStepMayBeQueuedBeforeAnUpdateBegins) {
+  for (const Tier tier : {Tier::kPinned, Tier::kFile}) {
+    const auto trained = [&](bool waits) {
+      HostClock clock(HostClock::Mode::kVirtual);
+      WorldOptions world;
+      world.clock = &clock;
+      world.script.copy_bytes_per_second = 1e6;
+      std::vector<float> values;
+      run_ranks(1, world, [&](Rank& rank) {
+        internal::EngineHooks hooks;
+        hooks.before_host_update = [&clock](std::uint64_t) { clock.sleep(std::chrono::milliseconds(100)); };
+        hooks.make_store = [](int) { return make_memory_store({.alignment_bytes = 4096}); };
+        EngineOptions options;
+        options.stage = 1;
+        options.offload = Offload::kOptimizer;
+        options.tier = tier;
+        options.staging_bytes = 8u << 20;
+        options.host_threads = 1;
+        options.hooks = &hooks;
+        Engine engine(*rank.backend, *rank.kernels, *rank.communicator, options);
+        std::vector<ParameterId> ids;
+        for (const char* name : {"u", "v"})
+          ids.push_back(engine.add_parameter(engine.add_unit(name), name, 1000));
+        engine.commit();
+        const Stream stream = value_or_throw(rank.backend->stream_create());
+        for (int step = 0; step < 3; ++step) {
+          engine.step_begin();
+          engine.micro_step_begin(0);
+          static_cast<void>(engine.forward(0, stream));
+          if (step == 1) {
+            engine.skip(1);
+          } else {
+            static_cast<void>(engine.forward(1, stream));
+          }
+          for (int unit = step == 1 ? 0 : 1; unit >= 0; --unit) {
+            Lease lease = engine.backward(unit, stream);
+            const Gradient gradient = lease.gradient(ids[static_cast<std::size_t>(unit)]);
+            throw_if_error(rank.backend->fill_async(gradient.data, 0x3c, 1000 * sizeof(float), stream));
+          }
+          static_cast<void>(engine.step({.groups = {{.lr = step == 1 ? 0.5 : 0.125}}}));
+          if (waits) static_cast<void>(engine.statistics());
+        }
+        for (const ParameterId id : ids) values.push_back(engine.get_parameter(id)[999]);
+        throw_if_error(rank.backend->stream_destroy(stream));
+      });
+      return values;
+    };
+    EXPECT_EQ(trained(false), trained(true)) << tier_name(tier);
+  }
+}
+
+// On the virtual clock one kind of work is slow, so that work that does not wait for it comes too early.
+TEST(Offload, NoPartOfAStepOvertakesASlowerOne) {
+  using std::chrono::milliseconds;
+  WorldOptions slow_copies, slow_kernels, slow_link;
+  slow_copies.script.copy_bytes_per_second = 1e6;
+  slow_kernels.script.kernel_duration = [](const char*) { return milliseconds(1); };
+  slow_link.local.latency = milliseconds(1);
+  for (WorldOptions* world : {&slow_copies, &slow_kernels, &slow_link}) {
+    for (const int stage : {1, 2, 3}) {
+      for (const Setting& setting : {kSettings[0], kSettings[2], kSettings[5]}) {
+        if (setting.offload == Offload::kOptimizerAndParameters && stage < 3) continue;
+        for (const int micro_steps : {1, 2}) {
+          ToyOptions options = offloaded(stage, DataType::kBfloat16, 3);
+          apply(setting, &options);
+          options.engine.micro_steps = micro_steps;
+          options.steps = 2;
+          HostClock clock(HostClock::Mode::kVirtual);
+          world->clock = &clock;
+          expect_same(run_toy(options, *world), reference_toy(options),
+                      "stage " + std::to_string(stage) + ", " + text_of(setting));
+        }
+      }
+    }
+  }
+}
+
 // Small units end in the middle of a page.
 TEST(Offload, PlansWholePagesOfFiles) {
   for (const Setting& setting : {kSettings[1], kSettings[5]}) {
@@ -414,7 +494,14 @@ TEST(Offload, GivesDeviceMemoryBackBetweenStepsAndTakesItAgain) {
         result.grad_norms.push_back(done.grad_norm.value_or(std::nan("")));
         result.metrics.push_back(done.metric_sum);
         const std::size_t before = rank.host_backend().charged_bytes();
-        if (step % 2 == 0) engine.spill({.parameters = false, .optimizer = false});
+        if (step % 2 == 0) {
+          engine.spill({.parameters = false, .optimizer = false});
+          const std::uint64_t chunk = plan.options.chunk_bytes;
+          EXPECT_EQ(before - rank.host_backend().charged_bytes(), round_up(plan.bytes.gradients, chunk) +
+                                                                      round_up(plan.bytes.buckets, chunk) +
+                                                                      round_up(plan.bytes.activations, chunk))
+              << stage;
+        }
         engine.spill();
         std::uint64_t slots = 0;
         for (const std::uint64_t bytes : plan.slots.slot_bytes)

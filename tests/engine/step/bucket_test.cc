@@ -143,6 +143,28 @@ TEST(EngineBuckets, AnAverageRunsWhileTheNextBucketIsOnTheWire) {
   EXPECT_LE(step_time(options, both), std::max(averages, link) + 2ms);
 }
 
+// On the virtual clock averages are slower than reductions, so a bucket is full again before the sums of the
+// one before it have been averaged.
+TEST(EngineBuckets, WaitForTheAveragesOfTheOneBefore) {
+  WorldOptions world;
+  world.script.kernel_duration = [](const char* kernel) {
+    const bool averages =
+        std::strcmp(kernel, "forebay_scale") == 0 || std::strcmp(kernel, "forebay_add") == 0;
+    return HostClock::Nanoseconds(averages ? 1ms : 0ms);
+  };
+  for (const int stage : {0, 2}) {
+    for (const int micro_steps : {1, 3}) {
+      ToyOptions options = many_units(stage, DataType::kFloat32, 3);
+      options.engine.micro_steps = micro_steps;
+      options.engine.bucket_bytes = 100'000;  // Some units share one.
+      HostClock clock(HostClock::Mode::kVirtual);
+      world.clock = &clock;
+      const ToyResult actual = run_toy(options, world);
+      expect_same(actual, reference_toy(options), "stage " + std::to_string(stage));
+    }
+  }
+}
+
 TEST(EngineBuckets, SmallUnitsPayOneLatency) {
   ToyOptions options = many_units(2, DataType::kBfloat16, 3);
   options.engine.bucket_bytes = 1u << 20;
