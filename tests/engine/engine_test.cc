@@ -976,6 +976,9 @@ TEST_F(SavedState, GoesOnAfterASaveThatFailed) {
     trainer.initialize();
     EXPECT_THROW(trainer.engine().save_state(directory_ + "/file", "a"), Error);
     EXPECT_THROW(trainer.engine().save_state(directory_, "not text: \xff"), Error);
+    if (rank.communicator->rank() == 0) {
+      EXPECT_FALSE(std::filesystem::exists(directory_ + "/.saving-step-000000000000"));
+    }
     EXPECT_THROW(trainer.engine().save_state(directory_, "a", 0), Error);
     EXPECT_THROW(trainer.engine().load_state(directory_), Error) << "there is none yet";
     EXPECT_FALSE(trainer.step(0).skipped);

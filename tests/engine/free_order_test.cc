@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstdio>
 #include <future>
@@ -321,6 +322,32 @@ TEST_P(FreeOrder, RanksThatDifferAreNamedWithTheUsualCause) {
   EXPECT_NE(message.find("uneven numbers of forward passes"), std::string::npos) << message;
 }
 
+TEST_P(FreeOrder, ARankThatAloneAsksForTheNormIsNamed) {
+  for (const int ranks : {2, 3}) {
+    for (const int alone : {0, ranks - 1}) {
+      const ToyOptions options = recorded_options(GetParam(), DataType::kFloat32, ranks);
+      std::atomic<int> told{0};
+      run_ranks(ranks, {}, [&](Rank& rank) {
+        const bool asks = rank.communicator->rank() == alone;
+        ToyOptions mine = options;
+        mine.asks_norm = asks;
+        ToyTrainer trainer(mine, rank);
+        trainer.initialize();
+        try {
+          static_cast<void>(trainer.step(0));
+        } catch (const Error& error) {
+          const std::string expected = "rank " + std::to_string(alone) + " called gradient_norm() and rank " +
+                                       (alone == 0 ? "1" : "0") + " step() for step 1";
+          EXPECT_EQ(error.code(), StatusCode::kInvalidArgument);
+          EXPECT_NE(std::string(error.what()).find(expected), std::string::npos) << error.what();
+          ++told;
+        }
+      });
+      EXPECT_EQ(told, ranks);
+    }
+  }
+}
+
 // A unit leased over the whole pass, as the root of a model.
 TEST(FreeOrderSlots, AUnitLeasedOverAPassHasASlotOfItsOwn) {
   run_ranks(1, {}, [](Rank& rank) {
@@ -600,6 +627,11 @@ TEST(FreeOrderCalls, OutOfTurnChangeNothing) {
     engine.step_begin();
     refused("step()", [&] { static_cast<void>(engine.step({.groups = {{}}})); });
     engine.micro_step_begin(0);
+    for (const UnitId missing : {-1, 1}) {
+      refused("was not added", [&] { static_cast<void>(engine.forward(missing, stream)); });
+      refused("was not added", [&] { static_cast<void>(engine.backward(missing, stream)); });
+      refused("was not added", [&] { engine.skip(missing); });
+    }
     {
       const Lease lease = engine.forward(0, stream);
       refused("alive", [&] { static_cast<void>(engine.step({.groups = {{}}})); });

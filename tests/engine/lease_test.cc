@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -140,6 +141,107 @@ TEST(Lease, AGradientThatIsLeftOutIsRefusedInTheFirstStep) {
       throw_if_error(rank.backend->stream_destroy(m.stream));
     });
   }
+}
+
+TEST(Description, EndsWithCommit) {
+  run_ranks(1, {}, [](Rank& rank) {
+    Model m(rank);
+    Engine& engine = m.engine;
+    const std::vector<float> values(12);
+    const std::function<void()> later[] = {[&] { engine.step_begin(); },
+                                           [&] { engine.evaluation_begin(); },
+                                           [&] { engine.set_parameter(m.wte, values); },
+                                           [&] { static_cast<void>(engine.get_parameter(m.wte)); },
+                                           [&] { static_cast<void>(engine.digest()); },
+                                           [&] { engine.freeze(m.wte); },
+                                           [&] { engine.spill(); },
+                                           [&] { engine.fetch(); },
+                                           [&] { engine.save_state("/nowhere", "x"); },
+                                           [&] { static_cast<void>(engine.load_state("/nowhere")); }};
+    for (const std::function<void()>& call : later) refused("needs commit() first", call);
+    refused("belongs after commit()", [&] { static_cast<void>(engine.shard_digest()); });
+
+    engine.commit();
+
+    const TensorSplit split{.shape = {24}, .parts = 2};
+    const std::function<void()> earlier[] = {
+        [&] { engine.add_unit("late"); },
+        [&] { engine.add_parameter(m.embedding, "late", 1); },
+        [&] { engine.declare_optional(m.wte); },
+        [&] { engine.declare_elementwise(m.wte); },
+        [&] { engine.declare_shape(m.wte, std::vector<std::uint64_t>{12}); },
+        [&] { engine.declare_split(m.wte, split); },
+        [&] { engine.tie(m.head, m.wte); },
+        [&] { engine.share(m.head, *rank.communicator); },
+        [&] { engine.declare_activations(1); },
+        [&] { static_cast<void>(engine.activation_room()); }};
+    for (const std::function<void()>& call : earlier) refused("belongs before commit()", call);
+    throw_if_error(rank.backend->stream_destroy(m.stream));
+  });
+}
+
+TEST(StrictOrder, HasOneLeaseAtATime) {
+  run_ranks(1, {}, [](Rank& rank) {
+    EngineOptions options;
+    options.micro_steps = 2;
+    options.forwards_ahead = 1;
+    options.optional_gradients = true;
+    Model m(rank, options);
+    Engine& engine = m.engine;
+    engine.commit();
+    m.begin();
+    {
+      const Lease lease = engine.forward(m.embedding, m.stream);
+      refused("another lease is alive", [&] { static_cast<void>(engine.forward(m.head, m.stream)); });
+      refused("a lease is alive", [&] { engine.skip(m.head); });
+    }
+    {
+      const Lease lease = engine.forward(m.head, m.stream);
+      refused("a lease is alive", [&] { engine.micro_step_begin(1); });
+      refused("a lease is alive", [&] { m.step(); });
+    }
+    engine.micro_step_begin(1);
+    for (const UnitId unit : {m.embedding, m.head}) static_cast<void>(engine.forward(unit, m.stream));
+    for (int k = 0; k < 2; ++k) {
+      {
+        const Lease lease = engine.backward(m.head, m.stream);
+        refused("another lease is alive", [&] { static_cast<void>(engine.backward(m.embedding, m.stream)); });
+        refused("a lease is alive", [&] { engine.evaluation_begin(); });
+      }
+      static_cast<void>(engine.backward(m.embedding, m.stream));
+    }
+    EXPECT_EQ(m.step().grad_norm, 0.0);
+    throw_if_error(rank.backend->stream_destroy(m.stream));
+  });
+}
+
+TEST(StrictOrder, NeedsAllPassesOfAStep) {
+  run_ranks(1, {}, [](Rank& rank) {
+    EngineOptions options;
+    options.micro_steps = 2;
+    options.optional_gradients = true;
+    Model m(rank, options);
+    Engine& engine = m.engine;
+    engine.commit();
+    m.begin();
+    engine.skip(m.embedding);
+    static_cast<void>(engine.forward(m.head, m.stream));
+    static_cast<void>(engine.backward(m.head, m.stream));
+    refused("of a unit that forward skipped",
+            [&] { static_cast<void>(engine.backward(m.embedding, m.stream)); });
+    refused("step() after 1 micro-steps; the engine was made for 2", [&] { m.step(); });
+    refused("gradient_norm() after 1 micro-steps", [&] { static_cast<void>(engine.gradient_norm()); });
+    engine.micro_step_begin(1);
+    for (const UnitId unit : {m.embedding, m.head}) static_cast<void>(engine.forward(unit, m.stream));
+    for (const UnitId missing : {-1, 2})
+      refused("was not added", [&] { static_cast<void>(engine.backward(missing, m.stream)); });
+    static_cast<void>(engine.backward(m.head, m.stream));
+    refused("unit embedding had a forward and no backward pass in micro-step 1", [&] { m.step(); });
+    static_cast<void>(engine.backward(m.embedding, m.stream));
+    EXPECT_EQ(engine.gradient_norm(), 0.0);
+    EXPECT_EQ(m.step().grad_norm, 0.0);
+    throw_if_error(rank.backend->stream_destroy(m.stream));
+  });
 }
 
 TEST(Description, RefusesAShapeOfAnotherNumberOfElements) {

@@ -207,6 +207,8 @@ TEST_F(BackgroundSave, TheEndOfTheEngineWaitsForTheState) {
     ToyTrainer trainer(options, rank);
     trainer.initialize();
     static_cast<void>(trainer.step(0));
+    trainer.engine().save_state_begin(directory_, "first");
+    EXPECT_EQ(trainer.engine().load_state(directory_), "first");
     trainer.engine().save_state_begin(directory_, "x");
     static_cast<void>(trainer.step(1));
   });

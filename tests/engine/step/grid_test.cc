@@ -241,7 +241,6 @@ TEST(EngineGrid, TellsAllPartsThatOneHasTooLittleMemory) {
   EXPECT_EQ(refused, 4);
 }
 
-// Parts of one, two and three units, and ranks with different budgets: the least room counts on all ranks.
 // Two parts of two ranks. `change` changes the options of the `odd` ranks.
 void expect_refusal(const std::string& named, const std::function<bool(int)>& odd,
                     const std::function<void(EngineOptions&)>& change) {
@@ -314,6 +313,67 @@ TEST(EngineGrid, TellsAllPartsThatOneGaveOtherHyperparameters) {
   EXPECT_EQ(refusals([](Hyperparameters&) {}), 0);
 }
 
+TEST(EngineGrid, AbandonsAStepOnAllPartsWhereOneDoes) {
+  run_ranks(4, {}, [](Rank& rank) {
+    const int world_rank = rank.communicator->rank();
+    const int part = world_rank % 2;
+    const std::unique_ptr<Communicator> world = std::move(rank.communicator);
+    rank.communicator = value_or_throw(world->split(part, world_rank));
+    ToyOptions options = options_for(2, DataType::kFloat32, 2);
+    options.engine.order_of_units = OrderOfUnits::kRecorded;
+    options.engine.grid = world.get();
+    ToyTrainer trainer(options, rank);
+    trainer.initialize();
+    EXPECT_FALSE(trainer.step(0).abandoned);
+    const std::string digest = trainer.engine().digest();
+    trainer.engine().step_begin();
+    trainer.run_recorded_passes(1);
+    if (part == 1) {
+      trainer.engine().abandon();
+    } else {
+      EXPECT_TRUE(trainer.engine().step({.groups = options.groups}).abandoned);
+    }
+    EXPECT_EQ(trainer.engine().attempted_steps(), 1u);
+    EXPECT_EQ(trainer.engine().digest(), digest);
+    EXPECT_FALSE(trainer.step(2).abandoned);
+    throw_if_error(world->barrier());
+  });
+}
+
+// On the virtual clock a call of the second part's clock takes a millisecond, as if its link were slower.
+TEST(EngineGrid, TakesTheSmallestBucketThatAPartChooses) {
+  using namespace std::chrono_literals;
+  HostClock clock(HostClock::Mode::kVirtual);
+  WorldOptions world_options;
+  world_options.clock = &clock;
+  world_options.local.latency = 100us;
+  world_options.local.bytes_per_second = 1e9;
+  std::vector<std::uint64_t> buckets(4);
+  std::vector<double> latencies(4);
+  run_ranks(4, world_options, [&](Rank& rank) {
+    const int world_rank = rank.communicator->rank();
+    const std::unique_ptr<Communicator> world = std::move(rank.communicator);
+    rank.communicator = value_or_throw(world->split(world_rank % 2, world_rank));
+    ToyOptions options = options_for(2, DataType::kFloat32, 2);
+    options.engine.grid = world.get();
+    options.engine.bucket_auto = true;
+    int calls = 0;
+    options.hooks.now = [&] {
+      return std::chrono::nanoseconds(clock.now()) + (world_rank % 2 == 0 ? 0 : ++calls) * 1ms;
+    };
+    {
+      ToyTrainer trainer(options, rank);
+      buckets[static_cast<std::size_t>(world_rank)] = trainer.engine().plan().options.bucket_bytes;
+      latencies[static_cast<std::size_t>(world_rank)] =
+          trainer.engine().statistics().wire_speed.latency_seconds;
+    }
+    throw_if_error(world->barrier());
+  });
+  EXPECT_LT(latencies[0], 0.5e-3);
+  EXPECT_GT(latencies[1], 1e-3);
+  EXPECT_EQ(buckets, std::vector<std::uint64_t>(4, 4u << 20));
+}
+
 TEST(EngineGrid, LeavesActivationsTheRoomOfTheTightestRank) {
   std::vector<std::uint64_t> rooms(6);
   for (const std::uint64_t more : {0, 1}) {
@@ -323,11 +383,13 @@ TEST(EngineGrid, LeavesActivationsTheRoomOfTheTightestRank) {
       const std::unique_ptr<Communicator> world = std::move(rank.communicator);
       rank.communicator = value_or_throw(world->split(world_rank % 3, world_rank));
       EngineOptions options{{.stage = 2}, world.get()};
-      options.memory_bytes = (16u << 20) + static_cast<std::uint64_t>(world_rank) * 100'000;
+      // The part of one unit has the least room, and gathers the norms of all units of the others.
+      const auto part = static_cast<std::uint64_t>(world_rank % 3);
+      options.memory_bytes =
+          (8u << 20) + part * (16u << 20) + static_cast<std::uint64_t>(world_rank) * 100'000;
       Engine engine(*rank.backend, *rank.kernels, *rank.communicator, options);
-      for (int u = 0; u <= world_rank % 3; ++u)
-        engine.add_parameter(engine.add_unit("unit" + std::to_string(u)), "weight" + std::to_string(u),
-                             9'000);
+      for (std::uint64_t u = 0; u <= 100 * part; ++u)
+        engine.add_parameter(engine.add_unit("unit" + std::to_string(u)), "weight" + std::to_string(u), 64);
 
       const std::uint64_t room = engine.activation_room();
       engine.declare_activations(room + more);
