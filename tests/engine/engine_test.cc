@@ -804,6 +804,54 @@ TEST_F(SavedState, OfAnotherTypeLeavesTheLossScaleAndOfAnotherSizeIsRefused) {
   }
 }
 
+TEST_F(SavedState, OfAnotherModelIsRefused) {
+  const auto with_shape = [](std::vector<std::uint64_t> shape, Optimizer optimizer) {
+    ToyOptions options = options_for(2, DataType::kFloat32, 2);
+    options.engine.optimizer = optimizer;
+    options.units[2].parameters[0].shape = std::move(shape);
+    return options;
+  };
+  const auto save = [&](const ToyOptions& options) {
+    run_ranks(2, {}, [&](Rank& rank) {
+      ToyTrainer trainer(options, rank);
+      trainer.initialize();
+      trainer.engine().save_state(directory_, "x");
+    });
+  };
+  const auto message_of_load = [&](const ToyOptions& options) -> std::string {
+    try {
+      run_ranks(2, {}, [&](Rank& rank) {
+        ToyTrainer trainer(options, rank);
+        trainer.engine().load_state(directory_);
+      });
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), StatusCode::kInvalidArgument);
+      return error.what();
+    }
+    return "";
+  };
+  const auto expect_found = [](const std::string& message, const std::string& part) {
+    EXPECT_NE(message.find(part), std::string::npos) << part << " is not in: " << message;
+  };
+  save(with_shape({5, 600}, Optimizer::kAdamW));
+  EXPECT_EQ(message_of_load(with_shape({5, 600}, Optimizer::kAdamW)), "");
+  EXPECT_EQ(message_of_load(with_shape({}, Optimizer::kAdamW)), "");
+  expect_found(message_of_load(with_shape({600, 5}, Optimizer::kAdamW)),
+               "p6 has the shape [5, 600] there and [600, 5] here");
+  ToyOptions smaller = with_shape({5, 600}, Optimizer::kAdamW);
+  smaller.units.pop_back();
+  expect_found(message_of_load(smaller), "p12 is not one of this model");
+  ToyOptions larger = with_shape({5, 600}, Optimizer::kAdamW);
+  larger.units.push_back({{{10}}, {}, true});
+  expect_found(message_of_load(larger), "p13 has 0 elements there and 10 here");
+
+  save(with_shape({}, Optimizer::kAdamW));
+  EXPECT_EQ(message_of_load(with_shape({5, 600}, Optimizer::kAdamW)), "");
+  save(with_shape({}, Optimizer::kAdafactor));
+  expect_found(message_of_load(with_shape({5, 600}, Optimizer::kAdafactor)),
+               "p6 has 3000 factors there and 605 here");
+}
+
 TEST_F(SavedState, LoadsAtAnotherNumberOfRanks) {
   ToyOptions options = options_for(3, DataType::kBfloat16, 4);
   std::string saved_digest;
@@ -951,6 +999,8 @@ TEST_F(SavedState, RemovesOnlyTheStatesThatItSupersedes) {
   std::ofstream(directory_ + "/step-function.py") << "x";
   fs::create_directory(directory_ + "/step-000000000050");
   fs::create_directory(directory_ + "/.saving-step-000000000007");
+  fs::create_directory(directory_ + "/.saving-step-000000000000");  // A killed run left it.
+  std::ofstream(directory_ + "/.saving-step-000000000000/rank-0-of-1.safetensors") << "x";
   const ToyOptions options = options_for(1, DataType::kBfloat16, 2);
   run_ranks(2, {}, [&](Rank& rank) {
     ToyTrainer trainer(options, rank);

@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "forebay/stream_call.h"
 #include "tests/engine/toy_cases.h"
 
 namespace forebay::testing {
@@ -275,6 +276,7 @@ TEST_P(FreeOrder, AgreesWithStrictOrder) {
     expect_same(recorded, strict, "recorded order beside strict order");
     expect_same(strict, reference_toy(options), "strict order");
     EXPECT_EQ(recorded.digest, strict.digest);
+    EXPECT_EQ(recorded.order.find('+'), std::string::npos) << "micro-steps that are alike are told once";
     EXPECT_EQ(recorded.statistics.planned, strict.statistics.planned);
     EXPECT_EQ(recorded.statistics.peak, strict.statistics.peak);
     EXPECT_EQ(recorded.statistics.traffic.sent, strict.statistics.traffic.sent);
@@ -460,6 +462,41 @@ TEST(FreeOrderSlots, ASlotIsFreeWhenTheWorkOnEveryStreamOfItsUnitHasEnded) {
   });
 }
 
+// On the virtual clock the first of two backward passes of a unit is late, and the second adds to its
+// gradient.
+TEST(FreeOrderGradients, AreAddedToOnASecondStreamWhenTheFirstHasWritten) {
+  for (const int stage : {0, 3}) {
+    HostClock clock(HostClock::Mode::kVirtual);
+    WorldOptions world;
+    world.clock = &clock;
+    run_ranks(1, world, [&](Rank& rank) {
+      EngineOptions options = FourUnits::stage3();
+      options.stage = stage;
+      Engine engine(*rank.backend, *rank.kernels, *rank.communicator, options);
+      const UnitId unit = engine.add_unit("u");
+      const ParameterId weight = engine.add_parameter(unit, "p", 1);
+      engine.commit();
+      const Stream late = value_or_throw(rank.backend->stream_create());
+      const Stream early = value_or_throw(rank.backend->stream_create());
+      engine.step_begin();
+      engine.micro_step_begin(0);
+      for (const Stream stream : {late, early}) static_cast<void>(engine.forward(unit, stream));
+      throw_if_error(call_on(*rank.backend, late, [&clock] { clock.sleep(std::chrono::seconds(1)); }));
+      for (const Stream stream : {late, early}) {
+        Lease lease = engine.backward(unit, stream);
+        const Gradient gradient = lease.gradient(weight);
+        EXPECT_EQ(gradient.mode, stream == late ? GradientMode::kWrite : GradientMode::kAdd);
+        throw_if_error(call_on(*rank.backend, stream, [gradient] {
+          float& value = gradient.as<float>()[0];
+          value = gradient.mode == GradientMode::kAdd ? value + 2.0f : 1.0f;
+        }));
+      }
+      EXPECT_EQ(engine.step({.groups = {{}}}).grad_norm, 3.0) << "stage " << stage;
+      for (const Stream stream : {late, early}) throw_if_error(rank.backend->stream_destroy(stream));
+    });
+  }
+}
+
 // Rank 1 keeps the gather into the planned slot from its end until rank 0 has read, so that a read of the
 // moved alias would find the values of unit 0.
 TEST(FreeOrderSlots, AUnitLeavesItsSpareSlotWhenTheWorkOnItHasEnded) {
@@ -627,6 +664,8 @@ TEST(FreeOrderCalls, OutOfTurnChangeNothing) {
     engine.step_begin();
     refused("step()", [&] { static_cast<void>(engine.step({.groups = {{}}})); });
     engine.micro_step_begin(0);
+    refused("abandon(2) after 1 micro-steps", [&] { engine.abandon(2); });
+    refused("abandon(-1) after 1 micro-steps", [&] { engine.abandon(-1); });
     for (const UnitId missing : {-1, 1}) {
       refused("was not added", [&] { static_cast<void>(engine.forward(missing, stream)); });
       refused("was not added", [&] { static_cast<void>(engine.backward(missing, stream)); });

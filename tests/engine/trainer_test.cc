@@ -4,6 +4,8 @@
 
 #include <gtest/gtest.h>
 
+#include <chrono>
+#include <future>
 #include <string>
 
 #include "forebay/error.h"
@@ -21,6 +23,30 @@ TEST(Trainers, OnThreadsTellTheFirstError) {
     ADD_FAILURE() << "no error";
   } catch (const Error& error) {
     EXPECT_NE(std::string(error.what()).find("rank 1: no data"), std::string::npos) << error.what();
+  }
+}
+
+TEST(Trainers, OnThreadsWaitForEachOtherUntilTheDeadline) {
+  std::promise<void> gave_up;
+  TrainerOptions options;
+  options.deadline = std::chrono::milliseconds(100);
+  try {
+    Trainer::on_threads(2, options, [&](Trainer& trainer) {
+      trainer.engine().add_parameter(trainer.engine().add_unit("u"), "p", 100);
+      if (trainer.rank() == 1) {
+        EXPECT_EQ(gave_up.get_future().wait_for(std::chrono::seconds(20)), std::future_status::ready);
+        return;
+      }
+      try {
+        trainer.engine().commit();
+      } catch (const Error&) {
+        gave_up.set_value();
+        throw;
+      }
+    });
+    ADD_FAILURE() << "no error";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), StatusCode::kTimeout) << error.what();
   }
 }
 

@@ -159,6 +159,40 @@ TEST(Offload, AutoMeasuresTheDriveAndGivesTheBitsOfThePlainLoops) {
   }
 }
 
+// On the virtual clock only rank 0's host is slow, so that it would keep all units on the device, and only
+// rank 1 has a budget, for three of them.
+TEST(Offload, AutoKeepsTheUnitsThatTheTightestRankHasRoomFor) {
+  constexpr int kKept = 3;
+  HostClock clock(HostClock::Mode::kVirtual);
+  WorldOptions world;
+  world.clock = &clock;
+  ToyOptions options = offloaded(2, DataType::kBfloat16, 2);
+  options.units.assign(12, ToyUnit{{{40000}}, {}, true});
+  options.hooks.now = [&clock] { return std::chrono::nanoseconds(clock.now()); };
+  std::vector<int> kept(2);
+  run_ranks(2, world, [&](Rank& rank) {
+    const int r = rank.communicator->rank();
+    ToyOptions mine = options;
+    if (r == 0)
+      mine.hooks.before_host_update = [&clock](std::uint64_t) {
+        clock.sleep(std::chrono::milliseconds(100));
+      };
+    if (r == 1) {
+      Engine planner(*rank.backend, *rank.kernels, *rank.communicator, mine.engine);
+      for (int u = 0; u < 12; ++u)
+        planner.add_parameter(planner.add_unit("u" + std::to_string(u)), "p" + std::to_string(u), 40000);
+      planner.declare_activations(1000);
+      PlanOptions planned = planner.plan().options;
+      planned.device_units = kKept;
+      mine.engine.memory_bytes = value_or_throw(make_plan(planner.model(), planned)).reserved_bytes;
+    }
+    mine.engine.offload_auto = true;
+    ToyTrainer trainer(mine, rank);
+    kept[static_cast<std::size_t>(r)] = trainer.engine().plan().device_units;
+  });
+  EXPECT_EQ(kept, (std::vector<int>{kKept, kKept}));
+}
+
 // Units of several pieces, at every place where a piece may end.
 TEST(Offload, PassesUnitsThroughHostMemoryInPieces) {
   // Without master weights the place of an element in its parameter decides how it is rounded.
