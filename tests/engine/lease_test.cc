@@ -180,6 +180,44 @@ TEST(Description, EndsWithCommit) {
   });
 }
 
+TEST(Values, ThatAnEngineDoesNotKeepAreRefused) {
+  run_ranks(1, {}, [](Rank& rank) {
+    for (const Optimizer optimizer :
+         {Optimizer::kAdamW, Optimizer::kSgd, Optimizer::kLion, Optimizer::kAdafactor, Optimizer::kMuon}) {
+      SCOPED_TRACE(optimizer_name(optimizer));
+      EngineOptions options;
+      options.optimizer = optimizer;
+      Model m(rank, options);
+      Engine& engine = m.engine;
+      engine.commit();
+      for (const std::size_t count : {11, 13}) {
+        refused("values for 12", [&] { engine.set_parameter(m.wte, std::vector<float>(count)); });
+      }
+      refused("keeps no average", [&] { engine.swap_average(); });
+      refused("keeps none", [&] { static_cast<void>(engine.get_average(m.wte)); });
+      refused("is frozen", [&] { static_cast<void>(engine.get_moment(m.fixed, Moment::kFirst)); });
+      const auto first = [&] { return engine.get_moment(m.wte, Moment::kFirst); };
+      const auto second = [&] { return engine.get_moment(m.wte, Moment::kSecond); };
+      const std::vector<float> zeros(12);
+      if (optimizer == Optimizer::kAdafactor) {
+        refused("its second moment is in factors", [&] { static_cast<void>(first()); });
+      } else {
+        EXPECT_EQ(first(), zeros);
+      }
+      if (optimizer == Optimizer::kAdamW) {
+        EXPECT_EQ(second(), zeros);
+      } else {
+        refused("get_moment() of v", [&] { static_cast<void>(second()); });
+      }
+      // Muon updates a vector as AdamW does.
+      if (optimizer == Optimizer::kMuon) {
+        EXPECT_EQ(engine.get_moment(m.gain, Moment::kSecond), std::vector<float>(5));
+      }
+      throw_if_error(rank.backend->stream_destroy(m.stream));
+    }
+  });
+}
+
 TEST(StrictOrder, HasOneLeaseAtATime) {
   run_ranks(1, {}, [](Rank& rank) {
     EngineOptions options;
