@@ -8,6 +8,8 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <new>
+#include <stdexcept>
 #include <system_error>
 #include <thread>
 
@@ -73,6 +75,7 @@ TEST(CApiThreads, ACancelledThreadEndsAfterItsCall) {
   };
   ASSERT_EQ(::pthread_create(&thread, nullptr, wait, &waiting), 0);
   while (waiting.thread == 0 || !forebay::testing::is_waiting(waiting.thread)) std::this_thread::yield();
+  EXPECT_OK(forebay_communicator_status(waiting.ranks)) << "any thread may ask while one waits";
   ASSERT_EQ(::pthread_cancel(thread), 0);
 
   EXPECT_OK(forebay_communicator_barrier(other));
@@ -123,11 +126,34 @@ TEST(CApiThreads, AnotherSystemErrorIsNotTakenForIt) {
   EXPECT_EQ(last_error().find("ulimit"), std::string::npos) << last_error();
 }
 
+TEST(CApiThreads, AnAllocationThatFailsIsALackOfMemory) {
+  One one;
+  one.commit();
+  std::int32_t code = forebay_engine_visit(
+      one.engine,
+      [](void*, std::int32_t, std::int32_t, const char*, const float*, std::uint64_t) {
+        throw std::bad_alloc();
+      },
+      nullptr);
+  EXPECT_EQ(code, FOREBAY_OUT_OF_MEMORY);
+  EXPECT_EQ(last_error(), "forebay_engine_visit: the host has no memory for it; free some");
+  code = forebay_engine_visit(
+      one.engine,
+      [](void*, std::int32_t, std::int32_t, const char*, const float*, std::uint64_t) {
+        throw std::length_error("vector");
+      },
+      nullptr);
+  EXPECT_EQ(code, FOREBAY_OUT_OF_MEMORY);
+  EXPECT_EQ(last_error(), "forebay_engine_visit: a size is larger than any memory; give a smaller one");
+}
+
 // The threads of a device and an engine do not exist in a process that was forked.
 TEST(CApiHandles, OfTheProcessThatForkedAreRefused) {
   One one{{{"deadline", "3000"}, {"stage", "3"}, {"offload", "optimizer"}}};
   one.commit();
   const c::Options options;
+  c::Timeline timelines[2];
+  for (c::Timeline& timeline : timelines) timeline = c::make<c::Timeline>(forebay_timeline_create);
   const pid_t child = fork();
   ASSERT_GE(child, 0);
   if (child == 0) {
@@ -137,8 +163,10 @@ TEST(CApiHandles, OfTheProcessThatForkedAreRefused) {
     forebay_engine_destroy(one.engine);
     right = right && last_error().find("nothing was destroyed") != std::string::npos;
     forebay_device_close(one.device);
-    // Options are plain data, and new handles work.
+    // Options and timelines are plain data, and new handles work, also after these were destroyed.
     right = right && forebay_options_set(options, "stage", "2") == FOREBAY_OK;
+    right = right && forebay_timeline_begin(timelines[0], "track") == FOREBAY_OK;
+    for (c::Timeline& timeline : timelines) timeline = {};
     One own;
     own.commit();
     own.step(1);
