@@ -21,6 +21,8 @@ TEST(CApiOptions, AnAgreementThatIsSetTwiceHasTheLaterValue) {
   c::Options options;
   options.set("agree.data", "1");
   options.set("agree.data", "2");
+  options.set("agree.more", "3");
+  EXPECT_STREQ(c::get<const char*>(forebay_options_get, options, "agree.more"), "3");
   EXPECT_STREQ(c::get<const char*>(forebay_options_get, options, "agree.data"), "2");
 }
 
@@ -33,6 +35,8 @@ TEST(CApiOptions, HaveTheNamesAndValuesOfTheCommandLine) {
   }
   options.set("offload-tier", "nvme:/a,/b");
   EXPECT_EQ(get(options, "offload-tier"), "nvme:/a,/b");
+  options.set("store-directories", ",/a,,/b,");
+  EXPECT_EQ(get(options, "store-directories"), "/a,/b");
 }
 
 TEST(CApiOptions, AreReadBackAsTheyWereSet) {
@@ -179,6 +183,10 @@ TEST(CApiOptions, ThatAreOutOfRangeNameTheAllowedValuesAndChangeNothing) {
   EXPECT_EQ(forebay_options_set(options, "communicator", "pigeons"), FOREBAY_INVALID_ARGUMENT);
   EXPECT_EQ(last_error(), "communicator is pigeons; use auto|shm|gloo|nccl");
   EXPECT_EQ(get(options, "communicator"), "shm");
+  EXPECT_EQ(forebay_options_set(options, "guard", "yes"), FOREBAY_INVALID_ARGUMENT);
+  EXPECT_EQ(last_error(), "guard is yes; use off|on");
+  EXPECT_EQ(forebay_options_set(options, "store-directories", ","), FOREBAY_INVALID_ARGUMENT);
+  EXPECT_EQ(last_error(), "store-directories is ,; use DIR[,DIR...]");
   for (const char* const bad : {"", "-1", "1e3", "99999999999"})
     EXPECT_EQ(forebay_options_set(options, "deadline", bad), FOREBAY_INVALID_ARGUMENT) << bad;
 }

@@ -82,6 +82,8 @@ TEST_P(CApiRanks, MeetInTheStoreOfTheProgramTwice) {
         EXPECT_OK(forebay_communicator_status(ranks));
         const std::string report = c::get<const char*>(forebay_communicator_report, ranks);
         EXPECT_NE(report.find("\"size\": 3"), std::string::npos) << report;
+        const std::string name = GetParam() == std::string("gloo") ? "gloo" : "shm";
+        EXPECT_NE(report.find("\"name\": \"" + name + "\""), std::string::npos) << report;
       });
     }
     for (std::thread& thread : threads) thread.join();
@@ -89,7 +91,7 @@ TEST_P(CApiRanks, MeetInTheStoreOfTheProgramTwice) {
   EXPECT_EQ(texts.released, 2 * kRanks);
 }
 
-INSTANTIATE_TEST_SUITE_P(Over, CApiRanks, ::testing::Values("auto", "shm"),
+INSTANTIATE_TEST_SUITE_P(Over, CApiRanks, ::testing::Values("auto", "shm", "gloo"),
                          [](const auto& info) { return std::string(info.param); });
 
 TEST(CApiRanksAlone, NeedAllFunctionsOfAStore) {
@@ -119,11 +121,17 @@ TEST(CApiRanksAlone, AreToldThatTheStoreFailed) {
       << last_error();
   EXPECT_NE(last_error().find("returned -1"), std::string::npos) << last_error();
   calls.get = [](void*, const char*, void*, std::uint64_t, std::uint64_t* bytes) -> std::int32_t {
-    *bytes = std::uint64_t{1} << 50;
+    *bytes = (1 << 24) + 1;
     return 0;
   };
   EXPECT_EQ(forebay_communicator_create(device, options, &calls, nullptr, &made), FOREBAY_UNAVAILABLE);
-  EXPECT_NE(last_error().find("gave 1125899906842624 bytes"), std::string::npos) << last_error();
+  EXPECT_NE(last_error().find("gave 16777217 bytes; use at most 16777216"), std::string::npos)
+      << last_error();
+  calls = texts.calls();
+  calls.set = [](void*, const char*, const void*, std::uint64_t) -> std::int32_t { return 5; };
+  EXPECT_EQ(forebay_communicator_create(device, options, &calls, nullptr, &made), FOREBAY_UNAVAILABLE);
+  EXPECT_NE(last_error().find(": set("), std::string::npos) << last_error();
+  EXPECT_NE(last_error().find("returned 5"), std::string::npos) << last_error();
 }
 
 TEST(CApiRanksAlone, AreToldThatOneRankFailed) {
