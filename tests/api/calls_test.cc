@@ -17,6 +17,7 @@
 #include <thread>
 #include <vector>
 
+#include "forebay/all_reduce.h"
 #include "forebay/file_store.h"
 #include "tests/api/fixture.h"
 #include "tests/support/temporary_directory.h"
@@ -156,11 +157,16 @@ TEST(CApiCalls, AnArenaHasTagsSlotsAndPauses) {
   ASSERT_OK(forebay_arena_pause(arena, tag, 1));
   ASSERT_OK(forebay_arena_resume(arena, tag));
   EXPECT_EQ(kept[999], 7);
+  ASSERT_OK(forebay_arena_pause(arena, tag, 0));
+  ASSERT_OK(forebay_arena_resume(arena, tag));
+  EXPECT_NE(kept[999], 7) << "nothing was kept, and a host device's new memory has other bytes";
   char foreign = 0;
   EXPECT_EQ(forebay_arena_record_stream(arena, &foreign, nullptr), FOREBAY_INVALID_ARGUMENT);
 
   // Two slots, and an alias that goes from one to the other.
-  const auto first = c::get<std::uint32_t>(forebay_arena_slot_create, arena, 4 << 20, 0);
+  const auto slots = c::get<std::int32_t>(forebay_arena_tag_create, arena, "slots", 0, 0);
+  const auto first = c::get<std::uint32_t>(forebay_arena_slot_create, arena, 4 << 20, slots);
+  EXPECT_EQ(number("tags.slots.live_bytes"), std::uint64_t{4} << 20);
   const auto second = c::get<std::uint32_t>(forebay_arena_slot_create, arena, 4 << 20, 0);
   auto* const alias = static_cast<char*>(c::get<void*>(forebay_arena_alias_create, arena, first, 4 << 20));
   alias[5] = 1;
@@ -168,7 +174,10 @@ TEST(CApiCalls, AnArenaHasTagsSlotsAndPauses) {
   alias[5] = 2;
   ASSERT_OK(forebay_arena_alias_move(arena, alias, first));
   EXPECT_EQ(alias[5], 1);
+  EXPECT_EQ(forebay_arena_slot_destroy(arena, first), FOREBAY_INVALID_ARGUMENT) << "it has an alias";
   ASSERT_OK(forebay_arena_alias_destroy(arena, alias));
+  ASSERT_OK(forebay_arena_slot_destroy(arena, first));
+  EXPECT_EQ(number("tags.slots.live_bytes"), 0u);
   EXPECT_GT(number("driver_call_count"), 0u);
   EXPECT_EQ(number("moved_chunk_count"), 0u);
   EXPECT_EQ(number("recalled_count"), 0u);
@@ -179,6 +188,8 @@ TEST(CApiCalls, AnArenaHasTagsSlotsAndPauses) {
   std::ofstream(path) << std::string(1 << 20, 'x');
   ASSERT_OK(forebay_arena_snapshot(arena, path.c_str()));
   EXPECT_LT(std::filesystem::file_size(path), 1u << 20);
+  EXPECT_EQ(forebay_arena_snapshot(arena, (directory.path() + "/none/snapshot").c_str()), FOREBAY_IO_ERROR);
+  EXPECT_NE(last_error().find("No such file or directory"), std::string::npos) << last_error();
 }
 
 TEST(CApiCalls, AFixedBlockHasAChunkOfItsOwn) {
@@ -194,6 +205,65 @@ TEST(CApiCalls, AFixedBlockHasAChunkOfItsOwn) {
   EXPECT_EQ(chunk_of_block(0), shared);
   EXPECT_NE(fixed, shared);
   EXPECT_NE(chunk_of_block(FOREBAY_FIXED), fixed);
+}
+
+TEST(CApiCalls, AFreedBlockServesItsStreamAtOnceAndOthersAfterItsWork) {
+  const One one;
+  const auto arena = c::make<c::Arena>(forebay_arena_create, one.device, c::Options{{"arena-limit", "4MiB"}});
+  const auto stream = c::get<void*>(forebay_stream_create, one.device);
+  constexpr std::uint64_t kBytes = 3 << 20;
+  const auto hold_back = [&](std::shared_future<void>& gate) {
+    const auto wait = [](void* user) { static_cast<std::shared_future<void>*>(user)->wait(); };
+    ASSERT_OK(forebay_stream_call(one.device, stream, wait, &gate));
+  };
+  std::promise<void> opened[3];
+  std::shared_future<void> gates[3];
+  for (int i = 0; i < 3; ++i) gates[i] = opened[i].get_future().share();
+  void* other = nullptr;
+
+  hold_back(gates[0]);
+  auto* block = c::get<void*>(forebay_arena_allocate, arena, kBytes, stream, 0, 0);
+  EXPECT_OK(forebay_arena_free(arena, block, stream));
+  EXPECT_OK(forebay_arena_allocate(arena, kBytes, stream, 0, 0, &block));
+  EXPECT_OK(forebay_arena_free(arena, block, stream));
+  EXPECT_EQ(forebay_arena_allocate(arena, kBytes, nullptr, 0, 0, &other), FOREBAY_OUT_OF_MEMORY);
+  EXPECT_NE(last_error().find('\n'), std::string::npos) << "the tags stand in lines: " << last_error();
+  opened[0].set_value();
+  ASSERT_OK(forebay_stream_synchronize(one.device, stream));
+
+  // The same of a block that a stream uses beside its own.
+  block = c::get<void*>(forebay_arena_allocate, arena, kBytes, nullptr, 0, 0);
+  hold_back(gates[1]);
+  EXPECT_OK(forebay_arena_record_stream(arena, block, stream));
+  EXPECT_OK(forebay_arena_free(arena, block, FOREBAY_NO_STREAM));
+  EXPECT_EQ(forebay_arena_allocate(arena, kBytes, nullptr, 0, 0, &other), FOREBAY_OUT_OF_MEMORY);
+  opened[1].set_value();
+  ASSERT_OK(forebay_stream_synchronize(one.device, stream));
+
+  // A stream that is retired is not waited for.
+  block = c::get<void*>(forebay_arena_allocate, arena, kBytes, stream, 0, 0);
+  ASSERT_OK(forebay_arena_free(arena, block, stream));
+  ASSERT_OK(forebay_stream_synchronize(one.device, stream));
+  ASSERT_OK(forebay_arena_retire_stream(arena, stream));
+  hold_back(gates[2]);
+  EXPECT_OK(forebay_arena_allocate(arena, kBytes, nullptr, 0, 0, &other));
+  opened[2].set_value();
+  ASSERT_OK(forebay_stream_synchronize(one.device, stream));
+  forebay_stream_destroy(one.device, stream);
+}
+
+TEST(CApiCalls, ACaptureIsEndedAndThenReleased) {
+  const One one;
+  const auto arena =
+      c::make<c::Arena>(forebay_arena_create, one.device, c::Options{{"arena-limit", "64MiB"}});
+  const auto stream = c::get<void*>(forebay_stream_create, one.device);
+  const auto capture = c::get<std::uint32_t>(forebay_arena_capture_begin, arena, stream);
+  EXPECT_EQ(forebay_arena_capture_release(arena, capture), FOREBAY_INVALID_ARGUMENT);
+  ASSERT_OK(forebay_arena_capture_end(arena, capture));
+  EXPECT_EQ(forebay_arena_capture_end(arena, capture), FOREBAY_INVALID_ARGUMENT);
+  ASSERT_OK(forebay_arena_capture_release(arena, capture));
+  EXPECT_EQ(forebay_arena_capture_release(arena, capture), FOREBAY_INVALID_ARGUMENT);
+  forebay_stream_destroy(one.device, stream);
 }
 
 TEST(CApiCalls, APoolIsPrewarmedAndItsPeaksAreReset) {
@@ -214,6 +284,17 @@ TEST(CApiCalls, APoolIsPrewarmedAndItsPeaksAreReset) {
   EXPECT_EQ(number("peak_requested_bytes"), 5000u);
   ASSERT_OK(forebay_pinned_pool_reset_peaks(pool));
   EXPECT_EQ(number("peak_requested_bytes"), 0u);
+}
+
+TEST(CApiCalls, APoolIsPrewarmedForWholeBlocks) {
+  const One one;
+  const auto pool =
+      c::make<c::PinnedPool>(forebay_pinned_pool_create, one.device, c::Options{{"pinned-slab", "1MiB"}});
+  constexpr std::uint64_t kBlock = 768 << 10;
+  ASSERT_OK(forebay_pinned_pool_prewarm(pool, 3 * kBlock, kBlock));
+  const auto pinned = c::get<std::uint64_t>(forebay_pinned_pool_number, pool, "pin_count");
+  for (int i = 0; i < 3; ++i) c::get<void*>(forebay_pinned_pool_allocate, pool, kBlock);
+  EXPECT_EQ(c::get<std::uint64_t>(forebay_pinned_pool_number, pool, "pin_count"), pinned);
 }
 
 TEST(CApiCalls, ABlockOfThePoolIsUsedAgainWhenItsStreamHasDoneSo) {
@@ -287,7 +368,12 @@ TEST(CApiCalls, OperationsTakeTheirArgumentsInOrder) {
     } else if (rank == 2) {
       ASSERT_OK(forebay_communicator_receive(ranks, &target, 4, 0, 7, nullptr));
     }
+    const std::uint16_t half[] = {0x3F80, 0x4000, 0x4040};  // 1, 2 and 3 in bf16.
+    float sum = 0;
+    ASSERT_OK(
+        forebay_communicator_reduce_scatter(ranks, half, 2, 1, FOREBAY_BF16, staging, &sum, 1, nullptr));
     ASSERT_OK(forebay_stream_synchronize(device, nullptr));
+    EXPECT_EQ(sum, static_cast<float>(3 * (rank + 1)));
     EXPECT_OK(forebay_communicator_barrier(ranks));
     if (rank == 2) {
       EXPECT_EQ(target, 1.0f);
@@ -309,7 +395,7 @@ TEST(CApiCalls, OperationsTakeTheirArgumentsInOrder) {
     EXPECT_EQ(report["sent_bytes"], sent);
     EXPECT_EQ(report["received_bytes"], received);
     EXPECT_EQ(counts["all_gather"], 1);
-    EXPECT_EQ(counts["reduce_scatter"], 2);
+    EXPECT_EQ(counts["reduce_scatter"], 3);
     EXPECT_EQ(counts["send"], rank == 0 ? 1 : 0);
     EXPECT_GT(sent, 0u);
     ASSERT_FALSE(report["last_operations"].empty());
@@ -319,6 +405,14 @@ TEST(CApiCalls, OperationsTakeTheirArgumentsInOrder) {
       EXPECT_LE(operation["begun_ns"], operation["ended_ns"]);
     }
   });
+}
+
+TEST(CApiCalls, AGroupWaitsForItsDeadline) {
+  const auto device = c::make<c::Device>(forebay_device_open, "host", nullptr);
+  const auto group = c::make<c::LocalGroup>(forebay_local_group_create, 2, c::Options{{"deadline", "123"}});
+  const auto ranks = c::make<c::Communicator>(forebay_local_group_communicator, group, 0, device);
+  EXPECT_EQ(forebay_communicator_barrier(ranks), FOREBAY_TIMEOUT);
+  EXPECT_NE(last_error().find("123"), std::string::npos) << last_error();
 }
 
 TEST(CApiCalls, RanksRefuseWhatCannotBe) {
@@ -335,6 +429,10 @@ TEST(CApiCalls, RanksRefuseWhatCannotBe) {
     EXPECT_OK(forebay_communicator_abort(ranks, FOREBAY_INTERNAL, "why"));
   });
   std::uint64_t bytes = 0;
+  for (const std::int32_t dtype : {FOREBAY_FP32, FOREBAY_BF16}) {
+    ASSERT_OK(forebay_all_reduce_staging(3, 1000, dtype, &bytes));
+    EXPECT_EQ(bytes, all_reduce_staging_bytes(3, 1000, static_cast<DataType>(dtype)));
+  }
   EXPECT_REFUSED(forebay_all_reduce_staging(0, 64, FOREBAY_FP32, &bytes), "ranks is 0; use 1 or more");
   EXPECT_REFUSED(forebay_all_reduce_staging(2, (std::uint64_t{1} << 40) + 1, FOREBAY_FP32, &bytes),
                  "bucket_bytes is larger than 1 TiB");
@@ -362,8 +460,25 @@ TEST(CApiCalls, TheLauncherNamesTheStore) {
   EXPECT_NE(
       forebay_communicator_create(one.device, c::Options{{"deadline", "1000"}}, nullptr, nullptr, &made),
       FOREBAY_OK);
-  EXPECT_NE(last_error().find("/proc/nonexistent"), std::string::npos) << last_error();
-  for (const char* const name : {"FOREBAY_RANK", "FOREBAY_SIZE", "FOREBAY_STORE"}) ::unsetenv(name);
+  EXPECT_NE(last_error().find("/proc/nonexistent:"), std::string::npos) << last_error();
+  // One that is given comes before it.
+  EXPECT_NE(forebay_communicator_create(
+                one.device, c::Options{{"deadline", "1000"}, {"store", "/proc/no-store-of-mine/store"}},
+                nullptr, nullptr, &made),
+            FOREBAY_OK);
+  EXPECT_NE(last_error().find("/proc/no-store-of-mine:"), std::string::npos) << last_error();
+  ::setenv("FOREBAY_INTERFACE", "not-the-interface", 1);
+  const testing::TemporaryDirectory directory;
+  EXPECT_NE(forebay_communicator_create(one.device,
+                                        c::Options{{"deadline", "1000"},
+                                                   {"communicator", "gloo"},
+                                                   {"interface", "my-interface"},
+                                                   {"store", directory.path()}},
+                                        nullptr, nullptr, &made),
+            FOREBAY_OK);
+  EXPECT_NE(last_error().find("my-interface"), std::string::npos) << last_error();
+  for (const char* const name : {"FOREBAY_RANK", "FOREBAY_SIZE", "FOREBAY_STORE", "FOREBAY_INTERFACE"})
+    ::unsetenv(name);
 }
 
 // A store in this process, for ranks that are threads.
@@ -434,6 +549,19 @@ TEST(CApiCalls, AStoreOfTheProgramHoldsLongTextsUnderItsPrefix) {
 
   const One one;
   forebay_communicator* made = nullptr;
+  {
+    // A program that was built for a later library.
+    struct Later {
+      forebay_store_calls known;
+      void* more[64];
+    } later{texts.calls(), {}};
+    std::memset(later.more, 0x55, sizeof(later.more));
+    later.known.size = sizeof(later);
+    ASSERT_OK(forebay_communicator_create(one.device, c::Options{{"rank", "0"}, {"size", "1"}}, &later.known,
+                                          nullptr, &made));
+    forebay_communicator_destroy(made);
+    EXPECT_EQ(texts.released, 1);
+  }
   for (int function = 0; function < 4; ++function) {
     forebay_store_calls calls = texts.calls();
     if (function == 0) calls.set = nullptr;
@@ -512,7 +640,171 @@ TEST(CApiCalls, ACheckpointerCountsAndDiscards) {
   EXPECT_EQ(forebay_checkpointer_check(checkpointer), FOREBAY_PEER_LOST);
 }
 
+TEST(CApiCalls, ALoadEndsByItsOwnKey) {
+  const One one;
+  const auto checkpointer = c::make<c::Checkpointer>(forebay_checkpointer_create, one.device, one.ranks,
+                                                     nullptr, c::Options{{"activation-leases", "2"}});
+  std::vector<char> activation(512, 'a');
+  for (int unit = 0; unit < 2; ++unit)
+    ASSERT_OK(forebay_checkpointer_declare(checkpointer, unit, 0, 512, nullptr));
+  ASSERT_OK(forebay_checkpointer_commit(checkpointer, nullptr));
+  for (int unit = 0; unit < 2; ++unit)
+    ASSERT_OK(
+        forebay_checkpointer_save(checkpointer, unit, 0, 0, activation.data(), 512, nullptr, 0, nullptr));
+  void* data = nullptr;
+  std::uint64_t bytes = 0;
+  for (int unit = 1; unit >= 0; --unit)
+    ASSERT_OK(forebay_checkpointer_load(checkpointer, unit, 0, 0, nullptr, &data, &bytes, nullptr, nullptr));
+  ASSERT_OK(forebay_checkpointer_load_end(checkpointer, 0, 0, 0));
+  EXPECT_REFUSED(forebay_checkpointer_load_end(checkpointer, 0, 0, 0), "this activation is not loaded");
+  EXPECT_OK(forebay_checkpointer_load_end(checkpointer, 1, 0, 0));
+}
+
 // --- engine ---
+
+// Two ranks that are a grid, with a data-parallel part of one rank each.
+template <typename Work>
+void as_grid(const Work& work) {
+  as_ranks(2, [&](int rank, const c::Device& device, const c::Communicator& grid) {
+    const auto part = c::make<c::Communicator>(forebay_communicator_split, grid, rank, 0);
+    const auto engine = c::make<c::Engine>(forebay_engine_create, device, part, grid, nullptr, nullptr);
+    work(rank, device, grid, engine);
+  });
+}
+
+// One step of units that have one parameter of `counts` elements each, with gradients of `value`.
+forebay_step_result step_of(forebay_device* device, forebay_engine* engine, const std::vector<int>& counts,
+                            float value) {
+  c::call(forebay_step_begin, engine);
+  c::call(forebay_micro_step_begin, engine, 0);
+  const auto units = static_cast<int>(counts.size());
+  for (int unit = 0; unit < units; ++unit) c::Lease(engine, unit, c::Pass::kForward, nullptr);
+  for (int unit = units - 1; unit >= 0; --unit) {
+    const c::Lease lease(engine, unit, c::Pass::kBackward, nullptr);
+    c::call(forebay_stream_synchronize, device, nullptr);
+    std::fill_n(lease.gradient<float>(0).address, counts[static_cast<std::size_t>(unit)], value);
+  }
+  return c::step(engine);
+}
+
+TEST(CApiCalls, AGridSharesAUnitTheNormAndTheMetric) {
+  as_grid([](int rank, const c::Device& device, const c::Communicator& grid, const c::Engine& engine) {
+    const auto unit = c::get<std::int32_t>(forebay_engine_add_unit, engine, "shared", 0);
+    c::get<std::int32_t>(forebay_engine_add_parameter, engine, unit, "w", 64, 0, 0);
+    auto stages = c::make<c::Communicator>(forebay_communicator_split, grid, 0, rank);
+    ASSERT_OK(forebay_engine_share(engine, unit, stages));
+    stages = {};  // The engine keeps it.
+    ASSERT_OK(forebay_engine_commit(engine));
+    ASSERT_OK(forebay_hyperparameter(engine, FOREBAY_WHOLE_STEP, "metric", rank + 1));
+    const forebay_step_result result = step_of(device, engine, {64}, static_cast<float>(rank + 1));
+    EXPECT_NEAR(result.grad_norm, 8 * (1 + 2), 1e-6) << "the gradient is the sum, and counts once";
+    EXPECT_EQ(result.metric_sum, 3.0);
+  });
+}
+
+TEST(CApiCalls, ActivationsHaveTheRoomThatIsLeft) {
+  for (const std::uint64_t more : {0, 1}) {
+    const One one(c::Options{{"memory", "8MiB"}});
+    const auto unit = c::get<std::int32_t>(forebay_engine_add_unit, one.engine, "unit", 0);
+    c::get<std::int32_t>(forebay_engine_add_parameter, one.engine, unit, "w", 64, 0, 0);
+    const auto room = c::get<std::uint64_t>(forebay_engine_activation_room, one.engine);
+    ASSERT_OK(forebay_engine_declare_activations(one.engine, room + more));
+    ASSERT_EQ(forebay_engine_commit(one.engine), more == 0 ? FOREBAY_OK : FOREBAY_OUT_OF_MEMORY);
+    if (more != 0) continue;
+    auto* const activations = c::get<char*>(
+        [](forebay_engine* engine, char** address) {
+          return forebay_engine_activations(engine, reinterpret_cast<void**>(address));
+        },
+        one.engine);
+    ASSERT_NE(activations, nullptr);
+    activations[room - 1] = 1;
+  }
+  One one;
+  one.commit();
+  EXPECT_EQ(c::get<void*>(forebay_engine_activations, one.engine), nullptr);
+}
+
+TEST(CApiCalls, AnAddressIsThatOfTheAcquiredParameter) {
+  One one;
+  c::get<std::int32_t>(forebay_engine_add_unit, one.engine, "a", 0);
+  for (const char* const name : {"w", "v"})
+    c::get<std::int32_t>(forebay_engine_add_parameter, one.engine, 0, name, 64, 0, 0);
+  ASSERT_OK(forebay_engine_commit(one.engine));
+  ASSERT_OK(forebay_step_begin(one.engine));
+  ASSERT_OK(forebay_micro_step_begin(one.engine, 0));
+  const c::Lease lease(one.engine, 0, c::Pass::kForward, nullptr);
+  for (const std::int32_t index : {0, 1})
+    EXPECT_EQ(c::get<void*>(forebay_engine_address, one.engine, 0, index), lease.parameter<void>(index));
+}
+
+// The third unit names the first one's parameter by the tie of the second.
+TEST(CApiCalls, ATieOfATieIsTheOwnersParameter) {
+  One one;
+  for (const char* const name : {"a", "b", "c"})
+    c::get<std::int32_t>(forebay_engine_add_unit, one.engine, name, 0);
+  c::get<std::int32_t>(forebay_engine_add_parameter, one.engine, 0, "w", 64, 0, 0);
+  c::get<std::int32_t>(forebay_engine_add_parameter, one.engine, 0, "v", 32, 0, 0);
+  EXPECT_EQ(c::get<std::int32_t>(forebay_engine_tie, one.engine, 1, 0, 1), 0);
+  EXPECT_EQ(c::get<std::int32_t>(forebay_engine_tie, one.engine, 2, 1, 0), 0);
+  EXPECT_REFUSED(forebay_engine_freeze(one.engine, 1, 0, 1), "not committed");
+  ASSERT_OK(forebay_engine_commit(one.engine));
+  const float value = 5;
+  ASSERT_OK(forebay_engine_set(one.engine, 2, 0, FOREBAY_FP32, &value, 31, 1));
+  float read = 0;
+  ASSERT_OK(forebay_engine_get(one.engine, 0, 1, FOREBAY_FP32, &read, 31, 1));
+  EXPECT_EQ(read, 5.0f);
+  ASSERT_OK(forebay_step_begin(one.engine));
+  ASSERT_OK(forebay_micro_step_begin(one.engine, 0));
+  for (const std::int32_t unit : {0, 1, 2}) c::Lease(one.engine, unit, c::Pass::kForward, nullptr);
+  {
+    const c::Lease lease(one.engine, 2, c::Pass::kBackward, nullptr);
+    auto* const zeroed = c::get<void*>(forebay_zeroed_gradient, one.engine, 2, 0);
+    EXPECT_NE(zeroed, nullptr);
+    EXPECT_EQ(lease.gradient<void>(0).address, zeroed);
+    EXPECT_OK(forebay_gradient_ready(one.engine, 2, 0));
+    EXPECT_EQ(forebay_gradient_ready(one.engine, 2, 1), FOREBAY_INVALID_ARGUMENT);
+  }
+  EXPECT_REFUSED(forebay_engine_get(one.engine, 0, 2, FOREBAY_FP32, &read, 0, 1),
+                 "index is 2; unit a has 2 parameters");
+  EXPECT_REFUSED(forebay_engine_get(one.engine, 2, 1, FOREBAY_FP32, &read, 0, 1),
+                 "index is 1; unit c has 1 parameters");
+}
+
+// The digest is of the whole model, and a shard's of the part of a rank.
+TEST(CApiCalls, DigestsAreOfTheModelOrOfTheShard) {
+  std::map<std::string, int> whole, shards;
+  std::mutex mutex;
+  as_ranks(2, [&](int, const c::Device& device, const c::Communicator& ranks) {
+    const auto engine = c::make<c::Engine>(forebay_engine_create, device, ranks, nullptr, nullptr,
+                                           c::Options{{"stage", "3"}});
+    const auto unit = c::get<std::int32_t>(forebay_engine_add_unit, engine, "unit", 0);
+    c::get<std::int32_t>(forebay_engine_add_parameter, engine, unit, "w", 64, 0, 0);
+    ASSERT_OK(forebay_engine_commit(engine));
+    const float value = 5;
+    ASSERT_OK(forebay_engine_set(engine, unit, 0, FOREBAY_FP32, &value, 1, 1));
+    char digest[33], shard[33];
+    ASSERT_OK(forebay_engine_digest(engine, digest));
+    ASSERT_OK(forebay_engine_shard_digest(engine, shard));
+    const std::lock_guard lock(mutex);
+    ++whole[digest];
+    ++shards[shard];
+  });
+  EXPECT_EQ(whole.size(), 1u);
+  EXPECT_EQ(shards.size(), 2u);
+}
+
+TEST(CApiCalls, ATimelineHasTheSpansOfAnEngine) {
+  const One one;
+  const auto timeline = c::make<c::Timeline>(forebay_timeline_create);
+  const auto engine =
+      c::make<c::Engine>(forebay_engine_create, one.device, one.ranks, nullptr, timeline, nullptr);
+  const auto unit = c::get<std::int32_t>(forebay_engine_add_unit, engine, "unit", 0);
+  c::get<std::int32_t>(forebay_engine_add_parameter, engine, unit, "w", 64, 0, 0);
+  ASSERT_OK(forebay_engine_commit(engine));
+  step_of(one.device, engine, {64}, 1);
+  const std::string spans = c::get<const char*>(forebay_timeline_report, timeline);
+  EXPECT_NE(spans.find("\"name\""), std::string::npos) << spans;
+}
 
 TEST(CApiCalls, TheDescriptionIsThatOfTheCalls) {
   One one(c::Options{{"optimizer", "muon"}, {"muon-rate", "match-rms-adamw"}});
@@ -622,10 +914,26 @@ TEST(CApiCalls, AGradientIsOfTheBackwardPassAndAccumulates) {
   EXPECT_TRUE(engine_report(one.engine)["recorded_order"].is_string());
 }
 
+TEST(CApiCalls, ASplitHasItsDimensionSectionsAndParts) {
+  One one;
+  one.describe();
+  const std::uint64_t whole[] = {16, 32};  // The parameter has half of it.
+  const auto split = [&](std::int32_t dimension, std::uint64_t sections, std::uint64_t part,
+                         std::uint64_t parts) {
+    return forebay_engine_declare_split(one.engine, one.first, 0, whole, 2, dimension, sections, part, parts);
+  };
+  EXPECT_EQ(split(2, 4, 1, 2), FOREBAY_INVALID_ARGUMENT) << "there are two dimensions";
+  EXPECT_EQ(split(1, 3, 1, 2), FOREBAY_INVALID_ARGUMENT) << "32 have no 3 equal sections";
+  EXPECT_EQ(split(1, 4, 2, 2), FOREBAY_INVALID_ARGUMENT) << "the parts are 0 and 1";
+  EXPECT_EQ(split(1, 4, 1, 4), FOREBAY_INVALID_ARGUMENT) << "a quarter is another count";
+  EXPECT_OK(split(1, 4, 1, 2));
+}
+
 TEST(CApiCalls, AnOptionalGradientMayBeLeftOut) {
   for (const bool optional : {false, true}) {
     One one(c::Options{{"optional-gradients", "off"}});
     const auto unit = c::get<std::int32_t>(forebay_engine_add_unit, one.engine, "unit", 0);
+    c::get<std::int32_t>(forebay_engine_add_parameter, one.engine, unit, "frozen", 64, 0, FOREBAY_FROZEN);
     c::get<std::int32_t>(forebay_engine_add_parameter, one.engine, unit, "w", 64, 0,
                          optional ? FOREBAY_OPTIONAL : 0);
     ASSERT_OK(forebay_engine_commit(one.engine));
@@ -742,6 +1050,10 @@ TEST(CApiCalls, ADirectoryIsLockedAndKeepsTheNewestStates) {
   for (const auto& entry : std::filesystem::directory_iterator(directory.path()))
     states += entry.path().filename().string().starts_with("step-") ? 1 : 0;
   EXPECT_EQ(states, 2);
+  const void* state = nullptr;
+  std::uint64_t bytes = 0;
+  ASSERT_OK(forebay_load(one.engine, directory.path().c_str(), &state, &bytes));
+  EXPECT_EQ(std::string(static_cast<const char*>(state), bytes), "cursor");
 }
 
 }  // namespace

@@ -10,6 +10,8 @@
 #include <nlohmann/json.hpp>
 #include <vector>
 
+#include "forebay/model_config.h"
+#include "forebay/model_shape.h"
 #include "runtime/api/report.h"
 #include "tests/api/fixture.h"
 
@@ -61,6 +63,10 @@ TEST(CApiEngine, SetsAndGetsPartsInEveryType) {
   }
   EXPECT_EQ(forebay_engine_set(one.engine, one.first, 0, FOREBAY_FP32, values.data(), 200, 57),
             FOREBAY_INVALID_ARGUMENT);
+  EXPECT_OK(forebay_engine_set(one.engine, one.first, 0, FOREBAY_FP32, values.data(), 256, 0)) << "no part";
+  EXPECT_OK(forebay_engine_get(one.engine, one.first, 0, FOREBAY_FP32, read.data(), 256, 0));
+  EXPECT_EQ(forebay_engine_get(one.engine, one.first, 0, FOREBAY_FP32, read.data(), 257, 0),
+            FOREBAY_INVALID_ARGUMENT);
   EXPECT_EQ(forebay_engine_get(one.engine, one.first, 0, FOREBAY_FP32, read.data(), UINT64_MAX, 1),
             FOREBAY_INVALID_ARGUMENT);
   EXPECT_EQ(forebay_engine_get(one.engine, one.first, 0, 3, read.data(), 0, 1), FOREBAY_INVALID_ARGUMENT);
@@ -68,7 +74,13 @@ TEST(CApiEngine, SetsAndGetsPartsInEveryType) {
 
 TEST(CApiEngine, VisitsEveryParameterInOrder) {
   One one;
-  one.commit();
+  one.describe();
+  for (const char* const name : {"empty", "also", "last"})
+    c::get<std::int32_t>(forebay_engine_add_unit, one.engine, name, 0);
+  c::get<std::int32_t>(forebay_engine_tie, one.engine, 3, one.second, 0);
+  for (const char* const name : {"a", "b"})
+    c::get<std::int32_t>(forebay_engine_add_parameter, one.engine, 4, name, 16, 0, 0);
+  c::call(forebay_engine_commit, one.engine);
   std::string seen;
   ASSERT_OK(forebay_engine_visit(
       one.engine,
@@ -77,7 +89,7 @@ TEST(CApiEngine, VisitsEveryParameterInOrder) {
             std::to_string(unit) + "." + std::to_string(index) + " " + name + " " + std::to_string(n) + "\n";
       },
       &seen));
-  EXPECT_EQ(seen, "0.0 w1 256\n1.0 w2 32\n");
+  EXPECT_EQ(seen, "0.0 w1 256\n1.0 w2 32\n4.0 a 16\n4.1 b 16\n");
 }
 
 TEST(CApiEngine, StepsByTheValuesThatWereSet) {
@@ -172,6 +184,7 @@ TEST(CApiEngine, AnOverflowIsASkippedStep) {
   EXPECT_EQ(c::get<double>(forebay_loss_scale, one.engine), 4.0);
   EXPECT_EQ(c::get<std::uint64_t>(forebay_engine_number, one.engine, "attempted_steps"), 1u);
   EXPECT_EQ(c::get<std::uint64_t>(forebay_engine_number, one.engine, "applied_steps"), 0u);
+  EXPECT_EQ(c::get<std::uint64_t>(forebay_engine_number, one.engine, "committed_step"), 1u);
   EXPECT_EQ(c::get<std::uint64_t>(forebay_engine_number, one.engine, "statistics.attempted_steps"), 1u);
   EXPECT_EQ(c::get<std::uint64_t>(forebay_engine_number, one.engine, "statistics.applied_steps"), 0u);
 }
@@ -273,6 +286,21 @@ TEST(CApiEngine, WritesAsMuchOfAResultAsTheCallerKnows) {
   ASSERT_OK(forebay_step(one.engine, &result, sizeof(double)));
   EXPECT_EQ(result.grad_norm, 0.0);
   EXPECT_EQ(result.loss_scale, 77);
+
+  // A newer program's result is longer.
+  struct Newer {
+    forebay_step_result known;
+    double more = 77;
+  } newer;
+  c::call(forebay_step_begin, one.engine);
+  c::call(forebay_micro_step_begin, one.engine, 0);
+  for (const std::int32_t unit : {one.first, one.second})
+    c::Lease(one.engine, unit, c::Pass::kForward, nullptr);
+  for (const std::int32_t unit : {one.second, one.first})
+    c::Lease(one.engine, unit, c::Pass::kBackward, nullptr);
+  ASSERT_OK(forebay_step(one.engine, &newer.known, sizeof(newer)));
+  EXPECT_EQ(newer.known.loss_scale, 1);
+  EXPECT_EQ(newer.more, 77);
 }
 
 TEST(CApiEngine, SavesAndLoadsItsStateAndTheTrainers) {
@@ -319,6 +347,7 @@ TEST(CApiEngine, PlansWithoutADevice) {
       forebay_engine_add_model(engine, R"({"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64,
       "num_attention_heads": 4, "vocab_size": 128, "intermediate_size": 256})"));
   const auto report = nlohmann::json::parse(c::get<const char*>(forebay_engine_report, engine));
+  EXPECT_EQ(report["options"]["stage"], "3");
   EXPECT_EQ(report["plan"]["ranks"], 64);
   EXPECT_GT(report["plan"]["bytes"]["total"], 0);
   EXPECT_EQ(forebay_engine_commit(engine), FOREBAY_INVALID_ARGUMENT);
@@ -335,6 +364,28 @@ TEST(CApiEngine, PlansWithoutADevice) {
   const auto planned = nlohmann::json::parse(c::get<const char*>(forebay_engine_report, plan));
   EXPECT_EQ(trained["plan"], planned["plan"]);
   EXPECT_EQ(trained["model"], planned["model"]);
+}
+
+// Its head is tied to the embedding, whose backward pass reads nothing.
+TEST(CApiEngine, AModelOfAConfigIsThatOfTheModule) {
+  const char* const config = R"({"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4,
+      "vocab_size": 512, "n_positions": 32})";
+  const auto shape = parse_model_config(config, "config");
+  ASSERT_TRUE(shape.ok()) << shape.status().to_string();
+  const auto model = make_model_shape(shape.value());
+  ASSERT_TRUE(model.ok()) << model.status().to_string();
+  const c::Options options{{"optimizer", "adafactor"}};
+  const One one(options);
+  const auto plan = c::make<c::Engine>(forebay_engine_plan, options);
+  std::string plans[2];
+  for (forebay_engine* const engine :
+       {static_cast<forebay_engine*>(one.engine), static_cast<forebay_engine*>(plan)}) {
+    ASSERT_OK(forebay_engine_add_model(engine, config));
+    const auto report = nlohmann::json::parse(c::get<const char*>(forebay_engine_report, engine));
+    EXPECT_EQ(report["model"].dump(), nlohmann::json::parse(json_of(model.value()).dump()).dump());
+    plans[engine == plan ? 1 : 0] = report["plan"].dump();
+  }
+  EXPECT_EQ(plans[0], plans[1]) << "Adafactor's factors are those of the declared shapes";
 }
 
 TEST(CApiEngine, PlansTheFactorsOfDeclaredShapes) {
@@ -444,6 +495,19 @@ TEST(CApiRecordedOrder, EvaluatesBetweenStepsAndChangesNothing) {
   EXPECT_EQ(forebay_acquire(one.engine, one.first, 1, nullptr), FOREBAY_INVALID_ARGUMENT);
   ASSERT_OK(forebay_evaluation_end(one.engine));
   EXPECT_EQ(digest_of(one), before);
+}
+
+TEST(CApiRecordedOrder, AReleaseEndsTheLatestAcquisition) {
+  const One one = recorded("3");
+  void* streams[2];
+  for (void*& stream : streams) stream = c::get<void*>(forebay_stream_create, one.device);
+  c::call(forebay_step_begin, one.engine);
+  c::call(forebay_micro_step_begin, one.engine, 0);
+  for (void* const stream : streams) ASSERT_OK(forebay_acquire(one.engine, one.first, 0, stream));
+  EXPECT_EQ(forebay_release(one.engine, one.first, streams[0]), FOREBAY_INVALID_ARGUMENT);
+  EXPECT_OK(forebay_release(one.engine, one.first, streams[1]));
+  EXPECT_OK(forebay_release(one.engine, one.first, streams[0]));
+  ASSERT_OK(forebay_abandon(one.engine, 0));
 }
 
 TEST(CApiRecordedOrder, GivesAStepUpAndGoesOn) {
@@ -611,9 +675,10 @@ TEST(CApiMemory, ReportsCountWhatIsAndWhatWas) {
   EXPECT_EQ(number("tags.limited.allocation_count"), 1u);
   const std::uint64_t peak_reserved = number("peak_reserved_bytes");
   // The first trim may only ask the stream whether it has come past the block.
-  c::get<std::uint64_t>(forebay_arena_trim, arena);
+  auto freed = c::get<std::uint64_t>(forebay_arena_trim, arena);
   ASSERT_OK(forebay_stream_synchronize(one.device, nullptr));
-  c::get<std::uint64_t>(forebay_arena_trim, arena);
+  freed += c::get<std::uint64_t>(forebay_arena_trim, arena);
+  EXPECT_EQ(freed, peak_reserved - number("reserved_bytes"));
   EXPECT_LT(number("reserved_bytes"), peak_reserved);
   EXPECT_EQ(number("peak_reserved_bytes"), peak_reserved);
   ASSERT_OK(forebay_arena_reset_peaks(arena));
