@@ -6,6 +6,8 @@
 #include <mutex>
 #include <regex>
 #include <set>
+#include <sstream>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -240,10 +242,48 @@ TEST(CApiGuard, FillsAGradientThatIsNeverWritten) {
   EXPECT_NE(c::step(one.engine).skipped, 0);
 }
 
+TEST(CApiMessages, HaveTheirNounsAndArticles) {
+  const auto of_engine = [](const std::string& text) { return in_words_of_c(text, "forebay_acquire"); };
+  EXPECT_EQ(of_engine("a lease is alive"), "an acquisition is alive");
+  EXPECT_EQ(of_engine("end this lease: lease it"), "end this acquisition: acquire it");
+  EXPECT_EQ(of_engine("the unit is leased by 2 leases"), "the unit is acquired by 2 acquisitions");
+  EXPECT_EQ(in_words_of_c("a lease is alive", "forebay_checkpointer_save"), "a load is alive");
+  EXPECT_EQ(of_engine("lower EngineOptions::bucket_bytes"), "lower the option bucket");
+  EXPECT_EQ(of_engine("set EngineOptions::micro_steps: 2"), "set the option micro-steps: 2");
+  const std::string name(100, 'n');
+  EXPECT_EQ(of_engine(name), name);
+  EXPECT_EQ(of_engine(name + "n"), name.substr(0, 97) + "...");
+}
+
+// cxx_to_c.txt has the functions of C for each one of C++.
+TEST(CApiMessages, NameTheFunctionOfCThatDoesTheSame) {
+  std::istringstream lines(read_text(std::string(FOREBAY_ROOT) + "/tests/api/cxx_to_c.txt"));
+  int count = 0;
+  for (std::string line; std::getline(lines, line);) {
+    std::istringstream words(line);
+    std::string call, word;
+    words >> call;
+    const bool activations = call.starts_with("ActivationCheckpointer::");
+    if (!activations && !call.starts_with("Engine::") && !call.starts_with("Lease::")) continue;
+    const std::string member = call.substr(call.find("::") + 2);
+    const std::string shown =
+        in_words_of_c(member + "()", activations ? "forebay_checkpointer_save" : "forebay_acquire");
+    if (!shown.starts_with("forebay_")) continue;
+    std::set<std::string> functions;
+    while (words >> word) functions.insert(word + "()");
+    EXPECT_EQ(functions.count(shown), 1u) << line << ": " << shown;
+    ++count;
+  }
+  EXPECT_GT(count, 40);
+}
+
 // Every text of a message in C++ that names a function, an option or a lease has words of C.
 TEST(CApiMessages, HaveNoWordsOfCxx) {
   const std::regex literal(R"re("((?:[^"\\]|\\.)*)"(?:\s*\n\s*"((?:[^"\\]|\\.)*)")*)re");
   const std::regex call(R"((^|[^A-Za-z_0-9:.])([a-z][a-z_]*)\(\))");
+  const std::regex option("the option ([a-z][a-z0-9-]*)");
+  const std::set<std::string> kOfCxx = {"cuda"};  // TrainerOptions, which C does not have.
+  const c::Options options;
   // Functions of the system, and those that no program in C can call (cxx_to_c.txt).
   const std::set<std::string> foreign = {
       "fork",        "exec",   "mmap", "open",       "dlopen", "setsid", "connect",    "io_uring_setup",
@@ -258,6 +298,15 @@ TEST(CApiMessages, HaveNoWordsOfCxx) {
         const std::string shown =
             in_words_of_c(it->str(), activations ? "forebay_checkpointer_save" : "forebay_acquire");
         EXPECT_FALSE(std::regex_search(shown, std::regex("Options::|(^|[^-a-z])lease"))) << shown;
+        const bool is_mapped = it->str().find("Options::") != std::string::npos;
+        for (std::sregex_iterator found(shown.begin(), shown.end(), option); is_mapped && found != end;
+             ++found) {
+          const char* value = nullptr;
+          const std::string name = (*found)[1];
+          EXPECT_TRUE(kOfCxx.count(name) == 1 ||
+                      forebay_options_get(options, name.c_str(), &value) == FOREBAY_OK)
+              << "there is no option " << name << ": " << shown;
+        }
         for (std::sregex_iterator found(shown.begin(), shown.end(), call); found != end; ++found) {
           const std::string name = (*found)[2];
           EXPECT_TRUE(name.rfind("forebay_", 0) == 0 || foreign.count(name) == 1)
