@@ -429,6 +429,7 @@ TEST(CApiCalls, RanksRefuseWhatCannotBe) {
     EXPECT_OK(forebay_communicator_abort(ranks, FOREBAY_INTERNAL, "why"));
   });
   std::uint64_t bytes = 0;
+  EXPECT_OK(forebay_all_reduce_staging(2, std::uint64_t{1} << 40, FOREBAY_FP32, &bytes));
   for (const std::int32_t dtype : {FOREBAY_FP32, FOREBAY_BF16}) {
     ASSERT_OK(forebay_all_reduce_staging(3, 1000, dtype, &bytes));
     EXPECT_EQ(bytes, all_reduce_staging_bytes(3, 1000, static_cast<DataType>(dtype)));
@@ -449,6 +450,10 @@ TEST(CApiCalls, RanksRefuseWhatCannotBe) {
   EXPECT_REFUSED(forebay_communicator_create(one.device, c::Options{{"rank", "1"}, {"size", "1"}}, nullptr,
                                              nullptr, &made),
                  "rank is 1 of 1; use 0");
+  EXPECT_REFUSED(forebay_communicator_create(
+                     one.device, c::Options{{"rank", "0"}, {"size", "1"}, {"communicator", "nccl"}}, nullptr,
+                     nullptr, &made),
+                 "communicator is nccl and the device is no cuda device");
 }
 
 TEST(CApiCalls, TheLauncherNamesTheStore) {

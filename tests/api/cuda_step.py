@@ -53,7 +53,12 @@ adopted = own_nccl() if sys.argv[2] == "adopted" else None
 options = make(c_void_p, "options_create")
 for key, value in ((b"stage", b"3"), (b"communicator", b"auto" if adopted else sys.argv[2].encode())):
     call("options_set", options, key, value)
-device = make(c_void_p, "device_open", b"cuda:0", options)
+device = make(c_void_p, "device_open", b"cuda" if sys.argv[2] == "nccl" else b"cuda:0", options)
+if library.forebay_device_open(b"cuda:99", None, byref(c_void_p())) == 0 or b"99" not in library.forebay_last_error():
+    sys.exit(f"device 99 is not named: {library.forebay_last_error()}")
+facts = json.loads(make(c_char_p, "device_report", device).value)
+if facts["kind"] != "cuda" or facts["host_accessible"]:
+    sys.exit(f"the report of the device says: {facts}")
 ranks = make(c_void_p, "communicator_create", device, options, None, adopted)
 engine = make(c_void_p, "engine_create", device, ranks, None, None, options)
 unit = make(c_int32, "engine_add_unit", engine, b"unit", 0)

@@ -400,6 +400,12 @@ TEST(CApiEngine, PlansTheFactorsOfDeclaredShapes) {
     // A count that is not read far beyond the array.
     EXPECT_EQ(forebay_engine_declare_shape(plan, unit, w, wrong, UINT64_MAX), FOREBAY_INVALID_ARGUMENT);
     EXPECT_NE(last_error().find("at most 64"), std::string::npos);
+    std::vector<std::uint64_t> many(65, 1);
+    many[63] = 256 * 1024;
+    EXPECT_EQ(forebay_engine_declare_shape(plan, unit, w, many.data(), 65), FOREBAY_INVALID_ARGUMENT);
+    EXPECT_OK(forebay_engine_declare_shape(plan, unit, w, many.data(), 64));
+    EXPECT_EQ(forebay_engine_declare_shape(plan, unit, w, nullptr, 2), FOREBAY_INVALID_ARGUMENT);
+    EXPECT_NE(last_error().find("shape is null and has dimensions"), std::string::npos) << last_error();
     EXPECT_EQ(forebay_engine_declare_split(plan, unit, w, wrong, UINT64_MAX, 0, 1, 0, 1),
               FOREBAY_INVALID_ARGUMENT);
     EXPECT_NE(last_error().find("at most 64"), std::string::npos);
@@ -442,6 +448,33 @@ TEST(CApiEngine, RefusesAReleaseOnAnotherStream) {
   EXPECT_NE(last_error().find("is not acquired"), std::string::npos) << last_error();
   one.engine = {};
   forebay_stream_destroy(one.device, stream);
+}
+
+TEST(CApiCxx, AnErrorHasItsCodeAndItsText) {
+  try {
+    c::make<c::Device>(forebay_device_open, "abacus", nullptr);
+    FAIL() << "there is no such device";
+  } catch (const c::Error& error) {
+    EXPECT_EQ(error.code(), FOREBAY_INVALID_ARGUMENT);
+    EXPECT_EQ(error.what(), "FOREBAY_INVALID_ARGUMENT: " + last_error());
+  }
+}
+
+TEST(CApiCxx, ALeaseThatWasMovedIsReleasedOnce) {
+  One one(c::Options{{"order-of-units", "recorded"}});
+  one.commit();
+  c::call(forebay_step_begin, one.engine);
+  c::call(forebay_micro_step_begin, one.engine, 0);
+  const auto open = [&] {
+    return c::get<std::uint64_t>(forebay_engine_number, one.engine, "open_acquisitions");
+  };
+  const c::Lease outer(one.engine, one.first, c::Pass::kForward, nullptr);
+  {
+    c::Lease inner(one.engine, one.first, c::Pass::kForward, nullptr);
+    const c::Lease moved(std::move(inner));
+    EXPECT_EQ(open(), 2u);
+  }
+  EXPECT_EQ(open(), 1u);
 }
 
 // --- recorded order ---

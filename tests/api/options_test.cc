@@ -159,6 +159,9 @@ TEST(CApiOptions, ThatAreUnknownNameTheNearest) {
   c::Options options;
   EXPECT_EQ(forebay_options_set(options, "stge", "3"), FOREBAY_INVALID_ARGUMENT);
   EXPECT_EQ(last_error(), "there is no option stge; did you mean stage?");
+  const char* value = nullptr;
+  EXPECT_EQ(forebay_options_get(options, "stge", &value), FOREBAY_INVALID_ARGUMENT);
+  EXPECT_EQ(last_error(), "there is no option stge; did you mean stage?");
   EXPECT_EQ(forebay_options_set(options, "arena-limits", "3"), FOREBAY_INVALID_ARGUMENT);
   EXPECT_EQ(last_error(), "there is no option arena-limits; did you mean arena-limit?");
   EXPECT_EQ(forebay_options_set(options, "wallpaper-colour", "3"), FOREBAY_INVALID_ARGUMENT);

@@ -127,6 +127,12 @@ TEST(CApiRanksAlone, AreToldThatTheStoreFailed) {
   EXPECT_EQ(forebay_communicator_create(device, options, &calls, nullptr, &made), FOREBAY_UNAVAILABLE);
   EXPECT_NE(last_error().find("gave 16777217 bytes; use at most 16777216"), std::string::npos)
       << last_error();
+  calls.get = [](void*, const char*, void*, std::uint64_t, std::uint64_t* bytes) -> std::int32_t {
+    *bytes = 1 << 24;
+    return 0;
+  };
+  EXPECT_NE(forebay_communicator_create(device, options, &calls, nullptr, &made), FOREBAY_OK);
+  EXPECT_EQ(last_error().find("gave"), std::string::npos) << "the longest text: " << last_error();
   calls = texts.calls();
   calls.set = [](void*, const char*, const void*, std::uint64_t) -> std::int32_t { return 5; };
   EXPECT_EQ(forebay_communicator_create(device, options, &calls, nullptr, &made), FOREBAY_UNAVAILABLE);
