@@ -107,6 +107,14 @@ TEST_F(HostLimits, LeavesOutWhatIsUnlimitedOrMissing) {
   EXPECT_TRUE(read().empty());
 }
 
+TEST_F(HostLimits, TheLastLineMayHaveNoEnd) {
+  write("proc/meminfo", "MemTotal: 3 kB");
+  EXPECT_TRUE(read().empty());
+  write("proc/meminfo", "MemTotal: 3 kB\nMemAvailable: 2 kB");
+  ASSERT_EQ(read().size(), 1u);
+  EXPECT_EQ(read()[0].bytes, 2048u);
+}
+
 TEST_F(HostLimits, SurvivesFilesThatMakeNoSense) {
   write("proc/self/cgroup", "::\n:\n\n0::relative\nnonsense\n7:memory\n");
   write("cgroup/memory.max", "-3\n");

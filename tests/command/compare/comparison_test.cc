@@ -210,6 +210,15 @@ TEST(Comparison, AModelThatFitsNowhereHasMissesAndNoBest) {
   EXPECT_NE(comparison_page(comparison, text).find("No setting fits"), std::string::npos);
 }
 
+TEST(Comparison, WhereNoSettingCanBePlannedTheFirstSaysWhy) {
+  ComparisonRequest request = request_of(8, 2048, 8, "dgx-h100");
+  request.base.options.accumulate = Accumulate::kLocal;
+  request.choices.stages = {2, 3};
+  const Status status = compare_settings(request).status();
+  EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
+  EXPECT_NE(status.message().find("accumulate local"), std::string::npos) << status.message();
+}
+
 TEST(Comparison, TriesByDefaultWhatTheModelAndTheClusterCanHave) {
   SimulationRequest base;
   base.cluster = value_or_throw(read_cluster("dgx-a100"));  // 8 devices in a host.

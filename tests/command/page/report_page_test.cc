@@ -129,6 +129,7 @@ TEST(PageText, EscapesWhatHtmlWouldTakeForItself) {
 
 TEST(PageText, AStringOfTheScriptEndsNoElement) {
   EXPECT_EQ(script_text("</script> \"\\ \n\x01"), "\"\\u003c/script> \\\"\\\\ \\n\xEF\xBF\xBD\"");
+  EXPECT_EQ(script_text("a\tb"), "\"a\\tb\"");
 }
 
 TEST(PageText, ReplacesWhatCannotBeSeen) {
@@ -701,6 +702,27 @@ TEST(ReportPageTest, ClosesWhatItOpens) {
     const std::size_t opened = count_of(html, opening + ">") + count_of(html, opening + " ");
     EXPECT_EQ(opened, count_of(html, "</" + std::string(tag) + ">")) << tag;
     EXPECT_GT(opened, 0u) << tag;
+  }
+}
+
+TEST(ReportPageTest, HoldersAndMomentsBeyondTheLastShownAreCounted) {
+  for (const std::size_t more : {0, 2}) {
+    PageProcess process = small_process();
+    process.moments.assign(4 + more, process.moments.front());
+    process.holders.assign(20, {"the same", 1_MiB, 1});
+    process.holders.insert(process.holders.end(), more, {"another", 3_MiB, 5});
+
+    const std::string html = report_page(page_of({process}));
+
+    EXPECT_EQ(count_of(html, ">the same<"), 20u);
+    EXPECT_EQ(count_of(html, ">another<"), 0u);
+    EXPECT_EQ(
+        html.find("2 others</th><td class=\"n\">6.00 MiB</td><td class=\"n\">10</td>") != std::string::npos,
+        more != 0)
+        << html;
+    EXPECT_EQ(html.find("2 further moments not shown.") != std::string::npos, more != 0) << html;
+    EXPECT_EQ(html.find("further moment") != std::string::npos, more != 0);
+    EXPECT_EQ(html.find(" others</th>") != std::string::npos, more != 0);
   }
 }
 

@@ -614,6 +614,8 @@ TEST(PlanCommand, RefusesBadInputWithItsNameAndExitCode2) {
       {"--config " + data("bert.json"), "gpt2, llama, mistral"},
       {"--config " + data("gpt2_without_width.json"), "n_embd"},
       {"--parameters 1B --stage 1 --preset deepspeed", "stages 2 and 3 only"},
+      {"--parameters 1000T --ranks 4 --stage 3 --micro-steps 1000000 --preset paper",
+       "in a step of 1000000 micro-steps are more than 2^64"},
       {shape + "--no-such-option", "--no-such-option"},
   };
   for (const BadInput& bad : cases) {
@@ -664,6 +666,24 @@ TEST(PlanCommand, DescribesTheModel) {
   EXPECT_EQ(second_line("--config " + data("llama_3_8b.json") + " --batch 3 --sequence 100"),
             "Llama kind: 32 layers, hidden 4096, 32 heads (8 for keys and values), sequence 100, vocabulary "
             "128256 (not tied), batch 3");
+  const forebay::testing::TemporaryDirectory directory;
+  const std::string config = directory / "config.json";
+  std::ofstream(config) << R"({"model_type": "mixtral", "num_hidden_layers": 2, "hidden_size": 64,
+      "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 128, "vocab_size": 256,
+      "max_position_embeddings": 32, "num_local_experts": 8, "num_experts_per_tok": 2})";
+  EXPECT_EQ(second_line("--config " + config),
+            "Llama kind: 2 layers, hidden 64, 4 heads, 2 of 8 experts, sequence 32, vocabulary 256 (not "
+            "tied), batch 1");
+}
+
+TEST(PlanCommand, SaysWhereKeyValueHeadsDoNotDivide) {
+  const std::string model = "--config " + data("llama_3_8b.json") + " --stage 1 --host-ranks 0 ";
+  const auto says = [&](const std::string& ranks) {
+    return plan(model + ranks).output.find("key-value heads do not divide over the tensor-parallel ranks") !=
+           std::string::npos;
+  };
+  EXPECT_FALSE(says("--ranks 8 --tensor-parallel 8"));
+  EXPECT_TRUE(says("--ranks 16 --tensor-parallel 16"));
 }
 
 TEST(PlanCommand, RefusesAConfigThatIsNoRegularFile) {

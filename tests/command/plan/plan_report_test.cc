@@ -1130,6 +1130,8 @@ TEST(MakePlanReport, RefusesBadOptionsForEveryPreset) {
     EXPECT_EQ(code([](PlanRequest& r) { r.options.master_weights = false; }), of_adam);
     EXPECT_EQ(code([](PlanRequest& r) { r.options.ema = 0.5; }), of_adam);
     EXPECT_EQ(code([](PlanRequest&) {}), StatusCode::kOk);
+    EXPECT_EQ(code([](PlanRequest& r) { r.part.tensor_parallel = 2; }), StatusCode::kInvalidArgument);
+    EXPECT_EQ(code([](PlanRequest& r) { r.part.pipeline_parallel = 2; }), StatusCode::kInvalidArgument);
     EXPECT_EQ(code([](PlanRequest& r) { r.options.stage = 2, r.options.accumulate = Accumulate::kLocal; }),
               StatusCode::kInvalidArgument);
   }

@@ -193,6 +193,18 @@ TEST(Explain, TellsFragmentationFromShortage) {
   EXPECT_NE(text.find("20.00 MiB in 1 block train.py:9 step"), std::string::npos) << text;
 }
 
+TEST(Explain, HoldersBeyondTheFourthAreAddedUp) {
+  const AllocationTrace trace = with_failure(12, 40, 2);
+  Explanation explanation = explained(trace);
+  explanation.holdings.assign(4, {"one", 1 * kMiB, 1});
+  EXPECT_EQ(explanation_text(trace, explanation).find("other"), std::string::npos);
+  explanation.holdings.push_back({"two", 2 * kMiB, 3});
+  explanation.holdings.push_back({"three", 3 * kMiB, 4});
+  const std::string text = explanation_text(trace, explanation);
+  EXPECT_NE(text.find("\n  5.00 MiB in 7 others\n"), std::string::npos) << text;
+  EXPECT_EQ(text.find("two"), std::string::npos) << text;
+}
+
 TEST(Explain, AdviceIsForTheAllocatorThatItWas) {
   AllocationTrace trace = with_failure(12, 40, 12);
   const auto text_of = [&](TraceOrigin origin) {

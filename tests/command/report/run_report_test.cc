@@ -339,6 +339,19 @@ TEST(RunReport, NamesTheEntryThatIsNotWhatItShouldBe) {
   contains(complaint(begin + R"([1], "ranks": [{"peak_bytes": {"parameters": -4}}]})"),
            "ranks[0].peak_bytes.parameters is '-4' and not a whole number from 0 up");
   contains(complaint(begin + R"([1], "ranks": [{}]})"), "ranks[0] has no 'peak_bytes'");
+  std::ifstream file(std::string(FOREBAY_TEST_DATA) + "/run_report.json");
+  const nlohmann::json good = nlohmann::json::parse(file);
+  const auto with = [&](const char* pointer, const nlohmann::json& value) {
+    nlohmann::json json = good;
+    json[nlohmann::json::json_pointer(pointer)] = value;
+    return complaint(json.dump());
+  };
+  contains(with("/tokens_per_second", "fast"), R"(tokens_per_second is '"fast"' and not a number)");
+  contains(with("/digest", 7), "digest is '7' and not a text");
+  for (const nlohmann::json& value : {nlohmann::json(-1), nlohmann::json(1e18), nlohmann::json("1")}) {
+    contains(with("/ranks/0/sent_bytes_per_step", value),
+             "ranks[0].sent_bytes_per_step is '" + value.dump() + "' and not a number from 0 up");
+  }
 }
 
 TEST(RunReport, AGridThatDoesNotDivideIsRefused) {

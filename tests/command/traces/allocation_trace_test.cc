@@ -140,6 +140,10 @@ TEST(AllocationTraceFiles, SayWhatTheyAreWhenTheyAreNoTrace) {
   expect_contains(refusal("\x1f\x8b\x08"), "compressed");
   expect_contains(refusal("{\"a\": 1}"), "looks like JSON");
   expect_contains(refusal("hello\n"), "it begins with 'hello'");
+  expect_contains(refusal("h\x01llo\n"), "it begins with 'h?llo'");
+  const std::string most(40, 'x');
+  expect_contains(refusal(most + "\n"), "it begins with '" + most + "'");
+  expect_contains(refusal(most + "x\n"), "it begins with '" + most + "...'");
   expect_contains(refusal("\x80\x06N."), "a pickle of protocol 6, and protocols 2 to 5 are read");
   expect_contains(refusal("(dp0\nVsegments\np1\n(lp2\nsVdevice_traces\np3\n(lp4\ns."),
                   "a pickle of protocol 0, and protocols 2 to 5 are read");
