@@ -380,6 +380,14 @@ TEST_F(TokenizerFile, OthersAreRefusedInWords) {
   refused("tokenizer.json", StatusCode::kCorruption, "two tokens have the number 65");
   changed([](auto& root) { root["model"]["merges"].push_back(nlohmann::json::array({"t"})); });
   refused("tokenizer.json", StatusCode::kCorruption, "not a pair of tokens");
+  changed([](auto& root) { root["model"]["merges"].push_back("th"); });
+  refused("tokenizer.json", StatusCode::kCorruption, "a merge has no space between two tokens");
+  changed([](auto& root) { root["model"]["vocab"] = nlohmann::json::object(); });
+  refused("tokenizer.json", StatusCode::kCorruption, "it has no tokens");
+  for (const nlohmann::json& added : {nlohmann::json("<a>"), nlohmann::json({{"id", 300}})}) {
+    changed([&](auto& root) { root["added_tokens"].push_back(added); });
+    refused("tokenizer.json", StatusCode::kCorruption, "");
+  }
   changed([](auto& root) { root["model"]["vocab"].erase("A"); });
   refused("tokenizer.json", StatusCode::kCorruption, "the byte 65 has no token");
 }

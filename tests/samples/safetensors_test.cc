@@ -324,6 +324,9 @@ TEST_F(Safetensors, AnIndexThatLeadsElsewhereIsRefused) {
   refused(R"({"weight_map": {"a": ".."}})", "no file name");
   refused(R"({"weight_map": {"b": "file.safetensors"}})", "is not in file.safetensors");
   refused(R"({"weight_map": {"a": "none.safetensors"}})", "No such file");
+  fs::copy_file(path("file.safetensors"), path("copy.safetensors"));
+  refused(R"({"weight_map": {"a": "file.safetensors", "b": "copy.safetensors"}})",
+          "which another file of the model has too");
   fs::remove(path("model.safetensors.index.json"));
   EXPECT_THROW(WeightFiles(directory_.string()), Error);
 }

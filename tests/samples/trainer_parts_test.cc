@@ -2,6 +2,7 @@
 // the order of its transfers.
 
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 
 #include <algorithm>
 #include <chrono>
@@ -18,8 +19,10 @@
 #include "forebay/host_backend.h"
 #include "forebay/local_communicator.h"
 #include "model/host_operations.h"
+#include "model/shape.h"
 #include "model/text.h"
 #include "output/files.h"
+#include "output/output_file.h"
 #include "parallel/checkpointed_inputs.h"
 #include "parallel/grid.h"
 #include "parallel/parted_state.h"
@@ -153,6 +156,85 @@ TEST_F(TrainerParts, EachFileIsCheckedUnderItsOption) {
     o.ranks = 2;
     o.timeline_file = path("timeline.json");
   });
+}
+
+// The file of an earlier run, or an empty one, makes place; another one does not.
+TEST_F(TrainerParts, OnlyFilesOfTheSameKindAreReplaced) {
+  using Member = std::string TrainerOptions::*;
+  for (const auto& [member, ours] : std::initializer_list<std::pair<Member, std::string>>{
+           {&TrainerOptions::report_file, "{\"world_size\": 1}"},
+           {&TrainerOptions::timeline_file, "{}"},
+           {&TrainerOptions::export_file, std::string(8, 'x') + "{}"}}) {
+    TrainerOptions o = options();
+    o.*member = path("file");
+    for (const std::string& text : {ours, std::string()}) {
+      write("file", text);
+      check_files(o);
+    }
+    write("file", "an essay that took a week");
+    expect_thrown(StatusCode::kInvalidArgument, "is not overwritten", [&] { check_files(o); });
+  }
+}
+
+TEST_F(TrainerParts, AModelIsExportedBesideOtherFilesAndNoOtherModel) {
+  TrainerOptions o = options();
+  o.export_file = path("model");
+  make_directory("model");
+  write("model/README", "a model");
+  check_files(o);
+  for (const char* const name : {"config.json", "any.safetensors", "model.safetensors.index.json"}) {
+    write(std::string("model/") + name, "");
+    expect_thrown(StatusCode::kInvalidArgument, "holds a model already", [&] { check_files(o); });
+    std::filesystem::remove(path(std::string("model/") + name));
+  }
+}
+
+TEST_F(TrainerParts, APipeNeedsAReaderAndIsNoExport) {
+  ASSERT_EQ(::mkfifo(path("pipe").c_str(), 0600), 0);
+  expect_thrown(StatusCode::kIoError, "no process reads from it; start the reader first",
+                [&] { const OutputFile file(path("pipe")); });
+  OutputFile::check(path("pipe"));  // The reader may come later.
+  expect_thrown(StatusCode::kIoError, "it is not a regular file",
+                [&] { OutputFile::check_regular(path("pipe")); });
+  EXPECT_TRUE(std::filesystem::is_fifo(path("pipe")));
+}
+
+TEST_F(TrainerParts, AFileThatIsReplacedKeepsItsPermissions) {
+  write("file", "before");
+  ASSERT_EQ(::chmod(path("file").c_str(), 0640), 0);
+  OutputFile file(path("file"));
+  file.write("after", 5);
+  file.finish();
+  struct stat status {};
+  ASSERT_EQ(::stat(path("file").c_str(), &status), 0);
+  EXPECT_EQ(status.st_mode & 07777, 0640u);
+  EXPECT_EQ(status.st_size, 5);
+}
+
+TEST(TrainerShapes, ThatCannotBeAreRefusedByTheirOption) {
+  const auto refused = [](const std::string& text, const std::function<void(GptShape&)>& change) {
+    GptShape shape{.layers = 2, .hidden = 16, .heads = 2, .sequence = 8, .kind = ModelKind::kLlama};
+    static_cast<void>(describe_units(shape));
+    change(shape);
+    expect_thrown(StatusCode::kInvalidArgument, text, [&] { describe_units(shape); });
+  };
+  refused("--layers is 0", [](GptShape& s) { s.layers = 0; });
+  refused("--hidden is 0", [](GptShape& s) { s.hidden = 0; });
+  refused("--heads is 0", [](GptShape& s) { s.heads = 0; });
+  refused("--sequence is 0", [](GptShape& s) { s.sequence = 0; });
+  refused("--vocabulary is 0", [](GptShape& s) { s.vocabulary = 0; });
+  refused("--vocabulary is 65537", [](GptShape& s) { s.vocabulary = 65537; });
+  refused("--rope-theta is", [](GptShape& s) { s.rope_theta = 0.5; });
+  refused("--sequence is 1048577", [](GptShape& s) { s.sequence = (1 << 20) + 1; });
+  refused("--sequence 8 is more than the model's 7 positions", [](GptShape& s) { s.positions = 7; });
+  const GptShape largest{.layers = 2,
+                         .hidden = 16,
+                         .heads = 2,
+                         .sequence = 1 << 20,
+                         .vocabulary = 65536,
+                         .kind = ModelKind::kLlama,
+                         .rope_theta = 1};
+  EXPECT_FALSE(describe_units(largest).empty());
 }
 
 TEST_F(TrainerParts, ASavedStateIsReplacedOnlyByARunThatGoesOnFromIt) {

@@ -864,6 +864,7 @@ TEST(GptCommand, EachSettingThatDecidesTheResultIsInTheReport) {
            Change{{"--optimizer", "lion"}, "optimizer", "lion"},
            Change{{"--moments", "bf16"}, "moments", "bf16"},
            Change{{"--ema", "0.5"}, "ema", "0.5"},
+           Change{{"--optimizer", "muon", "--muon-rate", "match-rms-adamw"}, "muon-rate", "match-rms-adamw"},
        }) {
     SCOPED_TRACE(change.name + std::string(" ") + change.value);
     const Settings found = settings(change.words);
