@@ -8,6 +8,7 @@
 #include <mutex>
 #include <thread>
 
+#include "forebay/gloo_communicator.h"
 #include "tests/api/fixture.h"
 
 namespace forebay::api {
@@ -52,6 +53,7 @@ struct Texts {
 class CApiRanks : public ::testing::TestWithParam<const char*> {};
 
 TEST_P(CApiRanks, MeetInTheStoreOfTheProgramTwice) {
+  if (GetParam() == std::string("gloo") && !gloo_available()) GTEST_SKIP() << "this build has no Gloo";
   constexpr int kRanks = 3;
   Texts texts;
   for (const char* const run : {"first", "second"}) {
