@@ -76,13 +76,14 @@ class Options(Handle):
     def set(self, name: str, value: Any) -> None:
         """Sets one option. `value` is a text, a number, a bool or a list of paths."""
         try:
-            library().options_set(self, _option_name(name).encode(), _text(value).encode())
+            library().options_set(self, _option_name(name).encode(), _text(value).encode(errors="surrogateescape"))
         except InvalidArgument as error:
             raise InvalidArgument(str(error).replace("forebay_options_report()", "forebay.Options().list()")) from None
 
     def get(self, name: str) -> str:
         """The value of one option as text."""
-        return result(library().options_get, ctypes.c_char_p, self, _option_name(name).encode()).decode()
+        value = result(library().options_get, ctypes.c_char_p, self, _option_name(name).encode())
+        return value.decode(errors="surrogateescape")
 
     def read_environment(self) -> None:
         """Sets rank, size, local-rank, store and interface from the launcher's environment."""

@@ -34,6 +34,9 @@ class Options(unittest.TestCase):
             self.assertEqual(options.get("overlap"), "on")
             options.set("agree.my_name", "mine")
             self.assertEqual(options.get("agree.my_name"), "mine")
+            options.set("store", pathlib.Path("/tmp/\udcff"))  # A name of bytes that are no text.
+            self.assertEqual(options.get("store"), "/tmp/\udcff")
+            self.assertTrue(options.list())
 
     def test_mistakes_are_named(self):
         with self.assertRaisesRegex(forebay.InvalidArgument, "did you mean stage"):

@@ -794,7 +794,7 @@ FOREBAY_API int32_t forebay_engine_freeze(forebay_engine* engine, int32_t unit, 
 FOREBAY_API int32_t forebay_engine_reset_moments(forebay_engine* engine);
 
 /* Exchanges the weights and their moving average (option "ema"), so that evaluations and forebay_engine_get()
- * are of the average; the next call exchanges them again. No step and no saving in between. Collective.
+ * are of the average; the next call exchanges them again. No step, saving or loading in between. Collective.
  * Errors: FOREBAY_INVALID_ARGUMENT without the option, or with the option "master-weights" off. */
 FOREBAY_API int32_t forebay_engine_swap_average(forebay_engine* engine);
 
