@@ -133,6 +133,8 @@ class Keys(unittest.TestCase):
                          {"offload": "optimizer+parameters", "offload_tier": "nvme:/local"})
         cpu, nvme = {"device": "cpu"}, {"device": "nvme", "nvme_path": "/local"}
         for zero, *words in (({"offload_optimizer": cpu, "offload_param": nvme}, "different devices", "one device for both"),
+                             ({"offload_optimizer": nvme, "offload_param": {**nvme, "nvme_path": "/other"}},
+                              "different nvme_paths", "one path for both"),
                              ({"offload_optimizer": {"device": "disk"}}, "offload_optimizer.device is 'disk'", "cpu, nvme or none"),
                              ({"offload_optimizer": {"device": "cpu", "ratio": 1.5}}, "ratio is 1.5", "from 0 to 1"),
                              ({"stage": 4}, "stage is 4", "from 0 to 3")):

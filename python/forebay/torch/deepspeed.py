@@ -382,6 +382,9 @@ def _offload(zero: Mapping[str, Any], stage: int) -> Dict[str, Any]:
         if not path:
             raise InvalidArgument(f"zero_optimization.{name}.nvme_path is missing in the DeepSpeed configuration; name "
                                   "a directory")
+        if any(zero.get(f"{other}.nvme_path") not in (None, path) for other in used):
+            raise Unsupported("offload_optimizer and offload_param have different nvme_paths in the DeepSpeed "
+                              "configuration, and forebay offloads both to one tier; use one path for both")
         options["offload_tier"] = f"nvme:{path}"
     fraction = _number(_ZERO + "offload_optimizer.ratio", zero.get("offload_optimizer.ratio", 1), most=1)
     if fraction != 1:
