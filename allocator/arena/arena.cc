@@ -751,6 +751,13 @@ inline bool ChunkedArena::choose_region(const AllocationRequest& request, Placem
   return true;
 }
 
+// Whether the block leaves a rest that others could use, as one of whole chunks does not, nor one of less
+// than a chunk. Not if it has a place of an earlier step.
+bool ChunkedArena::leaves_rest(const Placement& placement) const {
+  return placement.known == StepMemory::kUnknown && placement.region == kTransientRegion &&
+         placement.bytes > chunk_bytes_ && placement.bytes % chunk_bytes_ != 0;
+}
+
 // Whether the rests of chunks were so many, when they were last counted, that a block should use one or two
 // of them rather than break whole chunks: a 64th of the memory held, and as large a part of all free memory
 // as such a block is expected to take from rests. (It begins in one and ends in another, which together hold
@@ -807,11 +814,8 @@ Result<DevicePtr> ChunkedArena::allocate(const AllocationRequest& request) {
   placement.known = steps_.find(placement.bytes, total_.live_bytes, placement.kind);
   const std::uint64_t key = steps_.key();
   ++searched_count_;
-  // A block of whole chunks, or less than one, leaves no rest that others could use.
-  placement.leaves_rest = placement.known == StepMemory::kUnknown && placement.region == kTransientRegion &&
-                          placement.bytes > chunk_bytes_ && placement.bytes % chunk_bytes_ != 0;
   if (strangers_.meet(placement.bytes)) [[unlikely]] {
-    placement.stranger = placement.leaves_rest;
+    placement.stranger = leaves_rest(placement);
     placement.shares = placement.stranger && strangers_.stay();
   }
   for (bool settled = stream_count_ <= 1;;) {
@@ -833,8 +837,8 @@ Result<DevicePtr> ChunkedArena::allocate(const AllocationRequest& request) {
     }
     if (placement.shares) break;
     Range* range = find_free(placement, placement.region, kBinScanMax);
-    const bool wanting =
-        range == nullptr || placement.known != StepMemory::kUnknown || poor_fit(range, placement.bytes);
+    const bool fits_well = range != nullptr && !poor_fit(range, placement.bytes);
+    const bool wanting = !fits_well || placement.known != StepMemory::kUnknown;
     if (wanting && !settled && unsettled_free_count_ > 0) {
       // A better range may wait for an event that has completed by now.
       settled = true;
@@ -844,8 +848,7 @@ Result<DevicePtr> ChunkedArena::allocate(const AllocationRequest& request) {
       if (reserve_ranges(lock)) continue;
       return no_books();
     }
-    const bool fits_well = range != nullptr && !poor_fit(range, placement.bytes);
-    if (placement.leaves_rest && !fits_well && may_use_rests(placement)) placement.uses_rests = true;
+    placement.uses_rests = !fits_well && leaves_rest(placement) && may_use_rests(placement);
     if (range == nullptr || placement.uses_rests) break;
     take_free(range);
     return make_block(range, align_up(range->offset, placement.alignment), placement, key);

@@ -82,7 +82,6 @@ struct Placement {
   Tag tag = 0;
   bool fixed = false;
   bool stranger = false;
-  bool leaves_rest = false;  // Of its last chunk, and no step known to come again begins with it.
   bool shares = false;       // Lies in a chunk with other blocks, if one has room.
   bool only_shares = false;  // Is not stitched otherwise.
   bool uses_rests = false;   // Shares if there are many rests.
@@ -496,6 +495,7 @@ class ChunkedArena final : public Arena {
   Status bad_block(DevicePtr block, const char* verb) const;
   struct FreeMemory;
   FreeMemory count_free(const Placement& placement) const;
+  bool leaves_rest(const Placement& placement) const;
   bool has_many_rests(const Placement& placement) const;
   bool may_use_rests(const Placement& placement) const;
   Status out_of_memory(const char* what, std::size_t bytes, Tag tag, const Placement& placement,

@@ -132,7 +132,7 @@ struct Rests {
 std::uint64_t most_rests_used(const Rests& rests, std::uint64_t bytes, std::uint64_t count,
                               std::uint64_t granule_bytes) {
   struct Rows {
-    double bytes_of_block;  // Of rests.
+    double bytes_of_block;  // From rests.
     std::uint64_t row_blocks, row_bytes, most;
   };
   constexpr std::uint64_t kLongRow = 17;  // And longer ones, which use less than two granules.
