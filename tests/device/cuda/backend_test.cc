@@ -1126,6 +1126,17 @@ TEST_F(CudaBackendTest, AFaultOfTheDeviceIsReportedByEverybodyFromThenOn) {
   EXPECT_EQ(log.find("handles were not given back"), std::string::npos) << log;
 }
 
+// A host function that waits at its gate.
+struct BegunFunction {
+  testing::Gate gate;
+  std::atomic<bool> begun{false};
+  static void run(void* argument) {
+    auto* const self = static_cast<BegunFunction*>(argument);
+    self->begun = true;
+    testing::Gate::wait(&self->gate);
+  }
+};
+
 // The driver does not wait for the work of a lost context, and a function may use what its owner frees.
 TEST_F(CudaBackendTest, TheEndAfterAFaultOfTheDeviceWaitsForFunctionsThatHaveBegun) {
   fake_cuda::FakeOptions options = fake_cuda::strict_options();
@@ -1134,16 +1145,8 @@ TEST_F(CudaBackendTest, TheEndAfterAFaultOfTheDeviceWaitsForFunctionsThatHaveBeg
   std::unique_ptr<CudaBackend> backend = make();
   const Stream stream = backend->stream_create().value();
   const Stream other = backend->stream_create().value();
-  struct Begun {
-    testing::Gate gate;
-    std::atomic<bool> begun{false};
-  } function;
-  const HostFunction begin = [](void* argument) {
-    auto* const self = static_cast<Begun*>(argument);
-    self->begun = true;
-    testing::Gate::wait(&self->gate);
-  };
-  ASSERT_TRUE(backend->call_host(stream, begin, &function).ok());
+  BegunFunction function;
+  ASSERT_TRUE(backend->call_host(stream, BegunFunction::run, &function).ok());
   while (!function.begun) std::this_thread::yield();
   ASSERT_EQ(fake_.fail("cuStreamSynchronize", 1, static_cast<int>(CuResult::kIllegalAddress)), 0);
   ASSERT_EQ(backend->stream_synchronize(other).code(), StatusCode::kInternal);
@@ -1170,16 +1173,8 @@ TEST_F(CudaBackendTest, AFailedSynchronizationWaitsForTheFunctionThatHasBegun) {
   start();
   const auto backend = make();
   const Stream stream = backend->stream_create().value();
-  struct Begun {
-    testing::Gate gate;
-    std::atomic<bool> begun{false};
-  } function;
-  const HostFunction begin = [](void* argument) {
-    auto* const self = static_cast<Begun*>(argument);
-    self->begun = true;
-    testing::Gate::wait(&self->gate);
-  };
-  ASSERT_TRUE(backend->call_host(stream, begin, &function).ok());
+  BegunFunction function;
+  ASSERT_TRUE(backend->call_host(stream, BegunFunction::run, &function).ok());
   while (!function.begun) std::this_thread::yield();
   ASSERT_EQ(fake_.fail("cuStreamSynchronize", 1, static_cast<int>(CuResult::kLaunchFailed)), 0);
 
