@@ -275,12 +275,15 @@ TEST(CApiEngine, WritesAsMuchOfAResultAsTheCallerKnows) {
   One one;
   one.commit();
   one.step(1);
-  c::call(forebay_step_begin, one.engine);
-  c::call(forebay_micro_step_begin, one.engine, 0);
-  for (const std::int32_t unit : {one.first, one.second})
-    c::Lease(one.engine, unit, c::Pass::kForward, nullptr);
-  for (const std::int32_t unit : {one.second, one.first})
-    c::Lease(one.engine, unit, c::Pass::kBackward, nullptr);
+  const auto passes = [&] {
+    c::call(forebay_step_begin, one.engine);
+    c::call(forebay_micro_step_begin, one.engine, 0);
+    for (const std::int32_t unit : {one.first, one.second})
+      c::Lease(one.engine, unit, c::Pass::kForward, nullptr);
+    for (const std::int32_t unit : {one.second, one.first})
+      c::Lease(one.engine, unit, c::Pass::kBackward, nullptr);
+  };
+  passes();
   forebay_step_result result{};
   result.loss_scale = 77;
   ASSERT_OK(forebay_step(one.engine, &result, sizeof(double)));
@@ -292,12 +295,7 @@ TEST(CApiEngine, WritesAsMuchOfAResultAsTheCallerKnows) {
     forebay_step_result known;
     double more = 77;
   } newer;
-  c::call(forebay_step_begin, one.engine);
-  c::call(forebay_micro_step_begin, one.engine, 0);
-  for (const std::int32_t unit : {one.first, one.second})
-    c::Lease(one.engine, unit, c::Pass::kForward, nullptr);
-  for (const std::int32_t unit : {one.second, one.first})
-    c::Lease(one.engine, unit, c::Pass::kBackward, nullptr);
+  passes();
   ASSERT_OK(forebay_step(one.engine, &newer.known, sizeof(newer)));
   EXPECT_EQ(newer.known.loss_scale, 1);
   EXPECT_EQ(newer.more, 77);

@@ -310,69 +310,70 @@ TEST(ActivationCheckpointer, FillsARegionToTheByteOfItsBudget) {
   });
 }
 
+// A checkpointer of one activation with two streams; work queued on `late` ends a second after the start.
+struct LateStream {
+  static constexpr std::uint64_t kBytes = 10'000;
+  LateStream(Rank& rank, HostClock& clock, ActivationPlacement placement)
+      : backend(*rank.backend), checkpointer(backend, *rank.communicator, memory_options({})) {
+    checkpointer.declare({.unit = 0, .bytes = kBytes, .placement = placement});
+    checkpointer.commit();
+    late = value_or_throw(backend.stream_create());
+    early = value_or_throw(backend.stream_create());
+    sources = value_or_throw(backend.alloc(2 * kBytes));
+    std::memset(sources, 1, kBytes);
+    std::memset(sources + kBytes, 2, kBytes);
+    throw_if_error(call_on(backend, late, [&clock] { clock.sleep(std::chrono::seconds(1)); }));
+  }
+  void end() {
+    for (const Stream stream : {late, early}) {
+      throw_if_error(backend.stream_synchronize(stream));
+      throw_if_error(backend.stream_destroy(stream));
+    }
+    throw_if_error(backend.free(sources));
+  }
+  Backend& backend;
+  ActivationCheckpointer checkpointer;
+  Stream late, early;
+  DevicePtr sources = nullptr;  // Two activations, of ones and of twos.
+};
+
 // The save of an activation that was discarded may still wait on its stream when its place is used again.
 TEST(ActivationCheckpointer, SavesIntoAPlaceOnlyWhenItsLastSaveIsOver) {
-  constexpr std::uint64_t kBytes = 10'000;
   for (const ActivationPlacement placement : {kKeep, kPartition}) {
     HostClock clock(HostClock::Mode::kVirtual);
     WorldOptions world;
     world.clock = &clock;
     run_ranks(1, world, [&](Rank& rank) {
-      Backend& backend = *rank.backend;
-      ActivationCheckpointer checkpointer(backend, *rank.communicator, memory_options({}));
-      checkpointer.declare({.unit = 0, .bytes = kBytes, .placement = placement});
-      checkpointer.commit();
-      const Stream late = value_or_throw(backend.stream_create());
-      const Stream early = value_or_throw(backend.stream_create());
-      DevicePtr const sources = value_or_throw(backend.alloc(2 * kBytes));
-      std::memset(sources, 1, kBytes);
-      std::memset(sources + kBytes, 2, kBytes);
-
-      throw_if_error(call_on(backend, late, [&clock] { clock.sleep(std::chrono::seconds(1)); }));
-      checkpointer.save({0, 0, 0}, sources, kBytes, late);
-      checkpointer.discard({0, 0, 0});
-      checkpointer.save({0, 0, 1}, sources + kBytes, kBytes, early);
-      for (const Stream stream : {late, early}) throw_if_error(backend.stream_synchronize(stream));
-
-      const ActivationLease lease = checkpointer.load({0, 0, 1}, early);
-      throw_if_error(backend.stream_synchronize(early));
-      EXPECT_EQ(lease.data()[0], std::byte{2});
-      for (const Stream stream : {late, early}) throw_if_error(backend.stream_destroy(stream));
-      throw_if_error(backend.free(sources));
+      LateStream s(rank, clock, placement);
+      s.checkpointer.save({0, 0, 0}, s.sources, s.kBytes, s.late);
+      s.checkpointer.discard({0, 0, 0});
+      s.checkpointer.save({0, 0, 1}, s.sources + s.kBytes, s.kBytes, s.early);
+      for (const Stream stream : {s.late, s.early}) throw_if_error(s.backend.stream_synchronize(stream));
+      {
+        const ActivationLease lease = s.checkpointer.load({0, 0, 1}, s.early);
+        throw_if_error(s.backend.stream_synchronize(s.early));
+        EXPECT_EQ(lease.data()[0], std::byte{2});
+      }
+      s.end();
     });
   }
 }
 
 TEST(ActivationCheckpointer, LoadsOnAnotherStreamWhenTheSaveIsOver) {
-  constexpr std::uint64_t kBytes = 10'000;
   for (const ActivationPlacement placement : {kKeep, kPartition, kPartitionAndSpill}) {
     HostClock clock(HostClock::Mode::kVirtual);
     WorldOptions world;
     world.clock = &clock;
     run_ranks(1, world, [&](Rank& rank) {
-      Backend& backend = *rank.backend;
-      ActivationCheckpointer checkpointer(backend, *rank.communicator, memory_options({}));
-      checkpointer.declare({.unit = 0, .bytes = kBytes, .placement = placement});
-      checkpointer.commit();
-      const Stream late = value_or_throw(backend.stream_create());
-      const Stream early = value_or_throw(backend.stream_create());
-      DevicePtr const source = value_or_throw(backend.alloc(kBytes));
-      std::memset(source, 7, kBytes);
-
-      throw_if_error(call_on(backend, late, [&clock] { clock.sleep(std::chrono::seconds(1)); }));
-      checkpointer.save({0, 0, 0}, source, kBytes, late);
+      LateStream s(rank, clock, placement);
+      s.checkpointer.save({0, 0, 0}, s.sources, s.kBytes, s.late);
       {
-        const ActivationLease lease = checkpointer.load({0, 0, 0}, early);
-        throw_if_error(backend.stream_synchronize(early));
-        EXPECT_EQ(lease.data()[kBytes - 1], std::byte{7}) << activation_placement_name(placement);
+        const ActivationLease lease = s.checkpointer.load({0, 0, 0}, s.early);
+        throw_if_error(s.backend.stream_synchronize(s.early));
+        EXPECT_EQ(lease.data()[s.kBytes - 1], std::byte{1}) << activation_placement_name(placement);
       }
       EXPECT_EQ(clock.now(), std::chrono::seconds(1)) << activation_placement_name(placement);
-
-      for (const Stream stream : {late, early}) {
-        throw_if_error(backend.stream_synchronize(stream));
-        throw_if_error(backend.stream_destroy(stream));
-      }
-      throw_if_error(backend.free(source));
+      s.end();
     });
   }
 }

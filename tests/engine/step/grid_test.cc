@@ -17,6 +17,13 @@
 namespace forebay::testing {
 namespace {
 
+// The rank's communicator becomes that of every second rank. Returns the one of all.
+std::unique_ptr<Communicator> split_in_two(Rank& rank) {
+  std::unique_ptr<Communicator> world = std::move(rank.communicator);
+  rank.communicator = value_or_throw(world->split(world->rank() % 2, world->rank()));
+  return world;
+}
+
 // A grid of `parts` model parts times `replicas` data-parallel ranks. Consecutive ranks have different parts.
 struct Grid {
   int parts = 2;
@@ -191,8 +198,7 @@ TEST(EngineGrid, TakesTheNormOverAllPartsAndSkipsForAll) {
 TEST(EngineGrid, StopsAllPartsWhereOneRankAsks) {
   run_ranks(4, {}, [](Rank& rank) {
     const int world_rank = rank.communicator->rank();
-    const std::unique_ptr<Communicator> world = std::move(rank.communicator);
-    rank.communicator = value_or_throw(world->split(world_rank % 2, world_rank));
+    const std::unique_ptr<Communicator> world = split_in_two(rank);
     Engine engine(*rank.backend, *rank.kernels, *rank.communicator, EngineOptions{{}, world.get()});
     const UnitId unit = engine.add_unit("unit");
     engine.add_parameter(unit, "weight", 100);
@@ -226,8 +232,7 @@ TEST(EngineGrid, TellsAllPartsThatOneHasTooLittleMemory) {
   std::atomic<int> refused{0};
   run_ranks(4, {}, [&](Rank& rank) {
     const int world_rank = rank.communicator->rank();
-    const std::unique_ptr<Communicator> world = std::move(rank.communicator);
-    rank.communicator = value_or_throw(world->split(world_rank % 2, world_rank));
+    const std::unique_ptr<Communicator> world = split_in_two(rank);
     ToyOptions options = options_for(0, DataType::kFloat32, 2);
     options.engine.grid = world.get();
     if (world_rank % 2 == 1) options.engine.memory_bytes = 1;
@@ -283,8 +288,7 @@ TEST(EngineGrid, TellsAllPartsThatOneGaveOtherHyperparameters) {
     std::atomic<int> refused{0};
     run_ranks(4, {}, [&](Rank& rank) {
       const int world_rank = rank.communicator->rank();
-      const std::unique_ptr<Communicator> world = std::move(rank.communicator);
-      rank.communicator = value_or_throw(world->split(world_rank % 2, world_rank));
+      const std::unique_ptr<Communicator> world = split_in_two(rank);
       Engine engine(*rank.backend, *rank.kernels, *rank.communicator, EngineOptions{{}, world.get()});
       const UnitId unit = engine.add_unit("unit");
       engine.add_parameter(unit, "weight", 100);
@@ -355,8 +359,7 @@ TEST(EngineGrid, TakesTheSmallestBucketThatAPartChooses) {
   std::vector<double> latencies(4);
   run_ranks(4, world_options, [&](Rank& rank) {
     const int world_rank = rank.communicator->rank();
-    const std::unique_ptr<Communicator> world = std::move(rank.communicator);
-    rank.communicator = value_or_throw(world->split(world_rank % 2, world_rank));
+    const std::unique_ptr<Communicator> world = split_in_two(rank);
     ToyOptions options = options_for(2, DataType::kFloat32, 2);
     options.engine.grid = world.get();
     options.engine.bucket_auto = true;
