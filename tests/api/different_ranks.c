@@ -2,7 +2,8 @@
  *
  *   different_ranks COMMUNICATOR RANKS RUNS
  */
-#define _POSIX_C_SOURCE 200809L
+#define _XOPEN_SOURCE 700
+#include <ftw.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -48,18 +49,25 @@ static int run(const char* kind, int rank, int size, const char* store) {
   return 1;
 }
 
+static int remove_entry(const char* path, const struct stat* facts, int kind, struct FTW* at) {
+  (void)facts, (void)kind, (void)at;
+  return remove(path);
+}
+
 int main(int argc, char** argv) {
   if (argc < 4) return 2;
   const int size = atoi(argv[2]);
   int failed = 0;
   for (int i = 0; i < atoi(argv[3]); ++i) {
-    char store[] = "/tmp/different-ranks.XXXXXX";
+    const char* const parent = getenv("TMPDIR");
+    char store[4096];
+    snprintf(store, sizeof(store), "%s/different-ranks.XXXXXX", parent != NULL ? parent : "/tmp");
     if (mkdtemp(store) == NULL) return 2;
     for (int rank = 0; rank < size; ++rank) {
       if (fork() == 0) _exit(run(argv[1], rank, size, store));
     }
     for (int status = 0; wait(&status) > 0;) failed += status != 0;
-    rmdir(store);
+    failed += nftw(store, remove_entry, 16, FTW_DEPTH | FTW_PHYS) != 0;  // The ranks left files in it.
   }
   printf("%d ranks had another error\n", failed);
   return failed != 0;

@@ -158,9 +158,12 @@ class Arena {
   // inaccessible until the next alias_move.
   // Requires: no queued work uses the alias.
   // Errors:   kInvalidArgument for an unknown alias or slot, or a slot with fewer chunks than the alias;
-  //           nothing changes then. Other errors leave the alias without a slot.
+  //           nothing changes then. If the old mapping cannot be removed, the alias keeps its slot. If the
+  //           new one cannot be made, the alias has none; if a part of it cannot be removed either, the alias
+  //           is destroyed.
   virtual Status alias_move(DevicePtr alias, Slot slot) = 0;
   // Requires: no queued work uses the alias.
+  // Errors:   kInvalidArgument for an unknown alias.
   virtual Status alias_destroy(DevicePtr alias) = 0;
 
   // --- captured graphs ---

@@ -1261,6 +1261,9 @@ TEST_F(ArenaTest, AddressesThatAnAliasLeftMappedComeBack) {
               StatusCode::kInternal);
     EXPECT_NE(arena_->report().find("128.00 KiB lost to failed calls"), std::string::npos)
         << arena_->report();
+    if (moves) {
+      EXPECT_EQ(arena_->alias_destroy(alias).code(), StatusCode::kInvalidArgument) << "it is destroyed already";
+    }
 
     std::vector<DevicePtr> aliases;
     for (int i = 0; i < 4; ++i) {
