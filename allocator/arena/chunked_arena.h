@@ -82,10 +82,10 @@ struct Placement {
   Tag tag = 0;
   bool fixed = false;
   bool stranger = false;
-  bool shares = false;       // Lies in a chunk with other blocks, if one has room.
-  bool only_shares = false;  // Is not stitched otherwise.
-  bool uses_rests = false;   // Shares if there are many rests.
-  std::uint64_t kind = 0;    // For StepMemory: the region, and whether the stream changes.
+  bool shares = false;                       // Lies in a chunk with other blocks, if one has room.
+  bool only_shares = false;                  // Is not stitched otherwise.
+  bool uses_rests = false;                   // Shares if there are many rests.
+  std::uint64_t kind = 0;                    // For StepMemory: the region, and whether the stream changes.
   std::size_t known = StepMemory::kUnknown;  // The offset of the same point of an earlier step.
 };
 

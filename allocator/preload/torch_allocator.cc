@@ -94,8 +94,10 @@ extern "C" void forebay_torch_free(void* block, ssize_t, int, void* stream) {
   if (block == nullptr) return;
   BlockBook& blocks = ProcessArenas::of_process().blocks();
   const auto address = static_cast<DevicePtr>(block);
+  DevicePtr begin = nullptr;
   BlockFacts facts;
-  if (!blocks.take(address, &facts) || facts.device < 0) {
+  if (!blocks.find(address, &begin, &facts) || begin != address || facts.device < 0 ||
+      !blocks.take(address, &facts)) {
     log(LogLevel::kError, "forebay_torch_free: %p was not allocated by forebay_torch_alloc; it is left alone",
         block);
     return;

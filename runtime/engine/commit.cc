@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <charconv>
 #include <cmath>
 #include <sstream>
 
@@ -91,10 +92,15 @@ void Engine::Impl::agree(const Status& mine) {
 }
 
 void Engine::Impl::agree_on_options() {
+  const auto exact = [](double value) {
+    char text[32];
+    return std::string(text, std::to_chars(text, text + sizeof(text), value).ptr);
+  };
+  const LossScaleOptions& scale = options.loss_scale;
   std::ostringstream common;
-  common << option_lines(options, &OptionRow::agreed) << "beta1 " << options.beta1 << "\nbeta2 "
-         << options.beta2 << "\nepsilon " << options.epsilon << "\nloss-scale " << options.loss_scale.initial
-         << ' ' << options.loss_scale.growth_interval << ' ' << options.loss_scale.minimum << '\n';
+  common << option_lines(options, &OptionRow::agreed) << "beta1 " << exact(options.beta1) << "\nbeta2 "
+         << exact(options.beta2) << "\nepsilon " << exact(options.epsilon) << "\nloss-scale "
+         << exact(scale.initial) << ' ' << scale.growth_interval << ' ' << exact(scale.minimum) << '\n';
   if (recorded()) common << "recorded-order " << options.recorded_order << '\n';
   for (const auto& [name, value] : options.agreement) common << name << ' ' << value << '\n';
   together([&] { agree_on_text(everyone(), "options", common.str()); });

@@ -7,6 +7,7 @@
 
 #include <atomic>
 #include <bit>
+#include <cmath>
 #include <filesystem>
 #include <fstream>
 #include <limits>
@@ -532,6 +533,7 @@ TEST(Engine, NamesTheOptionAndTheRanksThatDiffer) {
   const auto recorded = [](ToyOptions& o) { o.engine.order_of_units = OrderOfUnits::kRecorded; };
   expect_named("beta2 is", [](ToyOptions& o) { o.engine.beta2 = 0.5; });
   expect_named("epsilon is", [](ToyOptions& o) { o.engine.epsilon = 0.5; });
+  expect_named("beta2 is", [](ToyOptions& o) { o.engine.beta2 = std::nextafter(o.engine.beta2, 0); });
   expect_named("loss-scale is", [](ToyOptions& o) { o.engine.loss_scale.initial = 2048; });
   expect_named("loss-scale is", [](ToyOptions& o) { ++o.engine.loss_scale.growth_interval; });
   expect_named("loss-scale is", [](ToyOptions& o) { o.engine.loss_scale.minimum = 2; });

@@ -1262,7 +1262,8 @@ TEST_F(ArenaTest, AddressesThatAnAliasLeftMappedComeBack) {
     EXPECT_NE(arena_->report().find("128.00 KiB lost to failed calls"), std::string::npos)
         << arena_->report();
     if (moves) {
-      EXPECT_EQ(arena_->alias_destroy(alias).code(), StatusCode::kInvalidArgument) << "it is destroyed already";
+      EXPECT_EQ(arena_->alias_destroy(alias).code(), StatusCode::kInvalidArgument)
+          << "it is destroyed already";
     }
 
     std::vector<DevicePtr> aliases;

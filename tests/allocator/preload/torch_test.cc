@@ -88,5 +88,17 @@ TEST(TorchAllocatorSharing, ABlockThatIsKnownOutsideKeepsItsMemory) {
   run.expect_no_hazard();
 }
 
+TEST(TorchAllocatorSharing, ABlockOfTheDriversIsLeftAlone) {
+  PreloadRun run({program("torch_program"), CORE_LIBRARY, "strange"}, "observe");
+
+  EXPECT_EQ(run.finished.exit_code, 0);
+  EXPECT_NE(run.finished.output.find("was not allocated by forebay_torch_alloc; it is left alone"),
+            std::string::npos)
+      << run.finished.output;
+  EXPECT_EQ(run.record().unknown_frees, 0u);
+  EXPECT_EQ(run.record().live_bytes, 0u);
+  EXPECT_EQ(run.fake["calls_cuMemFree_v2"], 1u);
+}
+
 }  // namespace
 }  // namespace forebay::testing

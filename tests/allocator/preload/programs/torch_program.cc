@@ -151,6 +151,16 @@ int pinned(CuContext context) {
   return 0;
 }
 
+// A block of the driver's is left alone, and counted as the driver's until the driver frees it.
+int strange(CuContext context) {
+  CHECK_CU(driver.cuCtxSetCurrent(context));
+  CuDevicePtr plain = 0;
+  CHECK_CU(driver.cuMemAlloc_v2(&plain, 1u << 20));
+  give_back(reinterpret_cast<void*>(plain), 1u << 20, 0, nullptr);
+  CHECK_CU(driver.cuMemFree_v2(plain));
+  return 0;
+}
+
 int run(const char* core, const std::string& what) {
   const bool fill = what == "full";
   void* const library = ::dlopen(core, RTLD_NOW);
@@ -168,6 +178,7 @@ int run(const char* core, const std::string& what) {
   if (what == "record") return record_use(context);
   if (what == "capture") return capture(context);
   if (what == "pinned") return pinned(context);
+  if (what == "strange") return strange(context);
 
   CHECK(allocate(0, 0, nullptr) == nullptr);
   void* const block = allocate(1u << 20, 0, nullptr);
