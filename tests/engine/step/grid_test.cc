@@ -54,6 +54,7 @@ GridResult run_grid(const Grid& grid, int steps, const WorldOptions& world_optio
     options.units = grid.models[static_cast<std::size_t>(part)];
     options.engine.grid = world.get();
     options.engine.counts_replicated = !grid.first_counts_alone || part == 0;
+    options.asks_norm = grid.stage % 2 == 1;
     options.disturbance = [&](int replica, int step) { return grid.disturbance(part, replica, step); };
     grid.change(options.engine);
     {

@@ -38,6 +38,7 @@ TEST_P(EngineGroups, GiveTheBitsOfTheDefinitionAtEveryStage) {
         for (const bool within : {false, true}) {
           options.engine.stage = stage;
           options.engine.shard_within_group = within;
+          options.asks_norm = within;
           options.engine.bucket_bytes = stage % 2 == 0 ? 5000 : 1u << 20;
           expect_same(run_toy(options), expected,
                       std::string(data_type_name(type)) + ", stage " + std::to_string(stage) + ", " +

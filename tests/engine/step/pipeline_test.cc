@@ -173,6 +173,7 @@ PipelineResult run_pipeline(const Pipeline& pipeline, int steps) {
     options.units = pipeline.models[static_cast<std::size_t>(stage)];
     options.engine.grid = world.get();
     options.first_unit_shared_over = shared.get();
+    options.asks_norm = options.engine.stage % 2 == 0;
     pipeline.change(stage, options);
     {
       ToyTrainer trainer(options, rank);
