@@ -12,6 +12,8 @@
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
+#include <system_error>
 
 #include "forebay/text.h"
 
@@ -184,13 +186,15 @@ ChildSignals::~ChildSignals() {
 std::string find_command(const std::string& command) {
   if (command.find('/') != std::string::npos) return command;
   const char* path = std::getenv("PATH");
-  std::string rest = path != nullptr ? path : "/bin:/usr/bin";
-  while (!rest.empty()) {
-    const std::size_t colon = std::min(rest.find(':'), rest.size());
-    const std::string directory = colon == 0 ? "." : rest.substr(0, colon);
-    rest.erase(0, colon + 1);
+  const std::string directories = path != nullptr ? path : "/bin:/usr/bin";
+  for (std::size_t begin = 0; begin <= directories.size();) {
+    const std::size_t end = std::min(directories.find(':', begin), directories.size());
+    const std::string directory = end == begin ? "." : directories.substr(begin, end - begin);
     const std::string candidate = directory + "/" + command;
-    if (::access(candidate.c_str(), X_OK) == 0) return candidate;
+    std::error_code error;
+    if (::access(candidate.c_str(), X_OK) == 0 && !std::filesystem::is_directory(candidate, error))
+      return candidate;
+    begin = end + 1;
   }
   return {};
 }

@@ -578,6 +578,28 @@ TEST(RunCommand, AScriptOfAStaticProgramIsReportedAsOutOfReach) {
   EXPECT_NE(position(missing.output, "cannot run "), std::string::npos) << missing.output;
 }
 
+// A directory of its name is no program, and an empty entry of PATH is the current directory.
+TEST(RunCommand, AStaticProgramIsFoundWhereTheSystemFindsIt) {
+  if (!std::filesystem::exists(program("static_program"))) {
+    GTEST_SKIP() << "this build has no static C library, or sanitizers, which need a shared one";
+  }
+  const TemporaryDirectory directory;
+  std::filesystem::create_directory(directory / "static_program");
+  const std::string run = "'" FOREBAY_COMMAND "' run -- static_program";
+
+  for (const std::string& path : {directory.path() + ":" + kProgramDirectory, directory.path() + ":",
+                                  ":" + directory.path(), std::string()}) {
+    const Finished finished =
+        run_program({"/bin/sh", "-c", "cd '" + kProgramDirectory + "' && PATH='" + path + "' exec " + run},
+                    on_the_fake());
+
+    EXPECT_EQ(finished.exit_code, 0) << path << "\n" << finished.output;
+    EXPECT_NE(position(finished.output, "static_program is linked statically"), std::string::npos)
+        << path << "\n"
+        << finished.output;
+  }
+}
+
 TEST(RunCommand, ASetUidProgramIsReportedAsOutOfReach) {
   if (::geteuid() != 0) GTEST_SKIP() << "only root can make a program run with another user's rights";
   const TemporaryDirectory directory;
