@@ -449,6 +449,33 @@ TEST(ActivationCheckpointer, SavesIntoAPlaceOnlyWhenItsLastReaderHasRead) {
   }
 }
 
+// On the virtual clock: the gather of a small activation, which is discarded, waits a second for the other
+// rank. A large one is fetched into the same buffer meanwhile.
+TEST(ActivationCheckpointer, FetchesIntoABufferOnlyWhenItsLastGatherIsOver) {
+  HostClock clock(HostClock::Mode::kVirtual);
+  WorldOptions world;
+  world.clock = &clock;
+  run_ranks(2, world, [&](Rank& rank) {
+    std::vector<ActivationSlot> slots;
+    for (const std::uint64_t bytes : {40'000u, 10'000u}) {
+      const int unit = static_cast<int>(slots.size());
+      slots.push_back({.unit = unit, .bytes = bytes, .placement = kPartitionAndSpill});
+    }
+    Chain chain(rank, slots, memory_options({.micro_batches = 2, .look_ahead = 1}));
+    chain.commit();
+    if (rank.communicator->rank() == 1) chain.queue([&clock] { clock.sleep(std::chrono::seconds(1)); });
+
+    chain.forward(0);  // Its last activation is fetched ahead.
+    chain.forward(1);
+    for (const int unit : {0, 1}) chain.checkpointer.discard({unit, 0, 0});
+    chain.backward(1);
+
+    chain.finish();
+    EXPECT_EQ(chain.checkpointer.statistics().ahead_count, 1u);
+    EXPECT_GE(clock.now(), std::chrono::seconds(1));
+  });
+}
+
 // Any order of calls works that is the same on all ranks.
 TEST(ActivationCheckpointer, GivesBackTheBitsInAnyOrder) {
   const std::uint64_t seed = std::random_device()();
