@@ -328,6 +328,8 @@ TEST_F(SavedStateFiles, OneSaveOfAProcessHoldsADirectoryAtATime) {
   {
     const StateLock first(files, true);
     EXPECT_EQ(other_save(), StatusCode::kUnavailable);
+    const StateLock beside(files);
+    EXPECT_EQ(other_save(), StatusCode::kUnavailable) << "a lock that saves nothing ends no save";
   }
   EXPECT_EQ(other_save(), StatusCode::kOk);
   EXPECT_EQ(other_save(), StatusCode::kOk) << "the save before has ended";
