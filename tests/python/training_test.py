@@ -723,6 +723,19 @@ class OneRank(unittest.TestCase):
                 with self.assertRaisesRegex(forebay.InvalidArgument, "has not the bytes of its shape"):
                     forebay.load(model, path)
 
+    def test_weights_whose_file_was_cut_off_are_refused(self):
+        values = dict(models.make().named_parameters())
+        model = forebay.shard(models.make(), stage=2)
+        forebay.AdamW(model)
+        with tempfile.TemporaryDirectory() as directory:
+            path = os.path.join(directory, "model.safetensors")
+            write_safetensors(path, values)
+            whole = os.path.getsize(path)
+            for size in (whole - 1, whole - 4):
+                os.truncate(path, size)
+                with self.assertRaisesRegex(forebay.InvalidArgument, "has not the bytes of its shape"):
+                    forebay.load(model, path)
+
     def test_a_state_of_another_interface_is_refused_in_a_sentence(self):
         for text in (b"step 7", b"[]", b"{\"parameters\": 1}", b"{\"parameters\": {\"a\": 1}}", b"[" * 100_000):
             model = forebay.shard(models.make(), stage=2)
