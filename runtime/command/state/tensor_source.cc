@@ -133,7 +133,9 @@ class Safetensors : public TensorSource {
     }
     const std::uint64_t begin = number_of(entry.at("data_offsets").at(0));
     const std::uint64_t end = number_of(entry.at("data_offsets").at(1));
-    if (begin > end || end > file.bytes() - data_at || (end - begin) / element_bytes(*type) != place.count)
+    const std::uint64_t width = element_bytes(*type);
+    if (begin > end || end > file.bytes() - data_at || (end - begin) % width != 0 ||
+        (end - begin) / width != place.count)
       refuse_import(file.path(), "the place of " + shown_value(name) + " is not that of its elements");
     place.at = data_at + begin;
     if (!by_name_.emplace(name, std::move(place)).second)
