@@ -225,6 +225,7 @@ TEST(RunCommand, LeavesSignalsOfTheTerminalToTheCommand) {
   int terminal = -1;
   const pid_t child = ::forkpty(&terminal, nullptr, nullptr, nullptr);
   if (child == 0) {
+    ::signal(SIGINT, SIG_DFL);  // Tests in the background of a shell ignore it.
     for (const auto& [name, value] : on_the_fake()) ::setenv(name.c_str(), value.c_str(), 1);
     ::execl(FOREBAY_COMMAND, FOREBAY_COMMAND, "run", "--", program("process_program").c_str(), "signals",
             static_cast<char*>(nullptr));

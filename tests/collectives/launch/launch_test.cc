@@ -48,7 +48,7 @@ class Launch : public ::testing::Test {
   }
   // `forks` may do more than fork().
   void start(int size, std::chrono::milliseconds grace, const std::vector<std::string>& mode,
-             const std::function<pid_t()>& forks) {
+             const std::function<pid_t()>& forks, bool ignores_interrupts = false) {
     std::vector<std::string> arguments = {FOREBAY_LAUNCH_PROBE, std::to_string(size),
                                           std::to_string(grace.count()), directory_ + "/report"};
     arguments.insert(arguments.end(), mode.begin(), mode.end());
@@ -61,6 +61,8 @@ class Launch : public ::testing::Test {
     probe_ = forks();
     ASSERT_GE(probe_, 0);
     if (probe_ == 0) {
+      // Tests in the background of a shell ignore it.
+      if (!ignores_interrupts) signal(SIGINT, SIG_DFL);
       execv(pointers[0], pointers.data());
       _exit(126);
     }
@@ -214,11 +216,12 @@ TEST_F(Launch, PassesInterruptAndTerminateOn) {
 
 // As under nohup, and in the background of a shell.
 TEST_F(Launch, ASignalThatTheLauncherWasToldToIgnoreIsNotPassedOn) {
-  start(2, 30s, {"wait"}, [] {
+  const auto ignoring = [] {
     const pid_t child = fork();
     if (child == 0) signal(SIGINT, SIG_IGN);
     return child;
-  });
+  };
+  start(2, 30s, {"wait"}, ignoring, /*ignores_interrupts=*/true);
   const std::vector<Report> ranks = reports();
   kill(probe_, SIGINT);
   kill(probe_, SIGTERM);
