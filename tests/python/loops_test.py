@@ -204,6 +204,69 @@ class Loops(unittest.TestCase):
         with self.assertRaisesRegex(forebay.InvalidArgument, r"2\.weight has shape \[9, 8\], and had \[8, 8\]"):
             model(inputs(0))
 
+    def test_a_parameter_that_is_given_another_tensor_is_named(self):
+        def assign(model):
+            model[2].weight.data = torch.zeros(8, 8)
+
+        def assign_all(model):
+            torch.nn.utils.vector_to_parameters(torch.linspace(-1, 1, 144), model.parameters())
+
+        def turn(model):
+            model[2].weight.data = model[2].weight.data.t()
+
+        def use(model):
+            with torch.no_grad():
+                model[2].weight.set_(torch.zeros(8, 8))
+
+        for stage in STAGES:
+            for change in (assign, assign_all, turn, use):
+                for steps in (0, 3):
+                    model = forebay.shard(make(), stage=stage)
+                    optimizer = forebay.AdamW(model, lr=0.05)
+                    for step in range(steps):
+                        model(inputs(step)).square().sum().backward()
+                        optimizer.step()
+                        optimizer.zero_grad()
+                    model._forebay.guard.leave()
+                    change(model)
+                    with tempfile.TemporaryDirectory() as directory:
+                        for call in (lambda: model(inputs(0)), optimizer.step, model.state_dict, lambda: forebay.save(model, directory),
+                                     lambda: forebay.digest(model), lambda: forebay.gathered(model).__enter__()):
+                            with self.assertRaisesRegex(forebay.InvalidArgument, r"[02]\.weight was given another tensor, as by p\.data = "
+                                                        r".* write values by p\.data\.copy_.* within forebay\.gathered\(model, write=True"):
+                                call()
+                    model._forebay.guard.leave()
+
+    def test_tensors_that_were_assigned_are_taken_over(self):
+        def loop(model, sgd, within):
+            optimizer = sgd(model)
+            for step in range(4):
+                model(inputs(step)).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if step % 2:
+                    continue
+                block = forebay.gathered(model, write=True) if hasattr(model, "_forebay") else torch.no_grad()
+                if within:
+                    with block:
+                        torch.nn.utils.vector_to_parameters(torch.linspace(-1, 1, 144), model.parameters())
+                else:
+                    model[2].weight.data = torch.full((8, 8), 0.1 * step)
+                    with block:
+                        pass
+        for stage in STAGES:
+            for within in (False, True):
+                self.compare(lambda *given: loop(*given, within), stage, "SGD")
+
+    def test_parameters_that_were_exchanged_are_named(self):
+        model = forebay.shard(make(), stage=1)
+        forebay.AdamW(model, lr=0.05)
+        torch.utils.swap_tensors(model[2].weight, nn.Parameter(torch.zeros(8, 8)))
+        for call in (lambda: model(inputs(0)), lambda: forebay.gathered(model, write=True).__enter__()):
+            with self.assertRaisesRegex(forebay.InvalidArgument, r"2\.weight was replaced or removed after shard"):
+                call()
+        model._forebay.guard.leave()
+
     def test_parameters_with_their_names(self):
         model = forebay.shard(make(), stage=1)
         optimizer = forebay.AdamW(model.named_parameters(), 0.05)

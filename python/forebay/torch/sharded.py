@@ -33,6 +33,11 @@ _library.ADVICE["every rank must issue the same operations in the same order"] =
     "(after torch.distributed.init_process_group()), and call state_dict() and evaluations on all ranks")
 
 
+_REPLACED = ("parameter {} was replaced or removed after shard(), and the engine would go on with the old one; do that before shard(), "
+             "and write values within forebay.gathered(model, write=True)")
+_ADDRESS, _IS_DENSE = torch.Tensor.data_ptr, torch.Tensor.is_contiguous
+
+
 class _InputsDone(torch.autograd.Function):
     """The identity over a unit's inputs. Its backward pass runs when the gradients of all of them are there."""
 
@@ -223,6 +228,8 @@ class Sharded:
         self.readers = 0  # Blocks of gathered() and the like that are open.
         self.units: List[Unit] = [Unit(self, i, plan) for i, plan in enumerate(self.plans)]
         self.places: Dict[nn.Parameter, List[Tuple[int, int]]] = {}
+        self.homes: Dict[nn.Parameter, torch.Tensor] = {}  # The engine's memory, where each parameter lies.
+        self.addresses: List[int] = []  # Of `parameters`.
         self.views: Dict[Tuple[nn.Parameter, int], torch.Tensor] = {}
         self.tasks: Set[int] = set()  # Backward passes that this thread is in.
         self.evaluating = self.in_step = self.backward_over = False
@@ -272,9 +279,27 @@ class Sharded:
                 raise InvalidArgument(f"parameter {self.names[p]} has shape {list(p.shape)}, and had {list(shape)} at shard(); change it, "
                                       "as by resize_token_embeddings(), before shard()")
             if parameters.get(name) is not p:
-                raise InvalidArgument(f"parameter {self.names[p]} was replaced or removed after shard(), and the engine would go on "
-                                      "with the old one; do that before shard(), and write values within "
-                                      "forebay.gathered(model, write=True)")
+                raise InvalidArgument(_REPLACED.format(self.names[p]))
+        self.refuse_moved(self.parameters)
+
+    def refuse_moved(self, parameters: Sequence[nn.Parameter], adopts: bool = False) -> None:
+        """Errors: InvalidArgument for a parameter that lies in other memory than the engine's, as after p.data = tensor.
+
+        `adopts`: the caller takes the values from there, so only objects that were exchanged are refused.
+        """
+        if self.writing or self.engine is None:
+            return
+        if parameters is self.parameters and list(map(_ADDRESS, parameters)) == self.addresses and all(map(_IS_DENSE, parameters)):
+            return
+        for p in parameters:
+            if p.data_ptr() == self.homes[p].data_ptr() and p.is_contiguous():
+                continue
+            if getattr(p, "_forebay", None) is not self:  # As after torch.utils.swap_tensors().
+                raise InvalidArgument(_REPLACED.format(self.names[p]))
+            if not adopts:
+                raise InvalidArgument(f"parameter {self.names[p]} was given another tensor, as by p.data = ... or vector_to_parameters(), "
+                                      "and the engine would not train it; write values by p.data.copy_() or by assignment within "
+                                      "forebay.gathered(model, write=True). Such a block takes over the tensors assigned before, too")
 
     def refuse_changed(self) -> None:
         """Errors: InvalidArgument for parameters that left the model after shard(), and on several ranks for trainable ones
@@ -330,9 +355,11 @@ class Sharded:
                 self.without_values.add(p)
             else:
                 self.set_value(p, p.detach())
-            self._bind(p, self.view(engine.address(unit, index), p.shape))
+            self.homes[p] = self.view(engine.address(unit, index), p.shape)
+            self._bind(p, self.homes[p])
             if p.requires_grad:
                 p.register_post_accumulate_grad_hook(lambda p: me().take_gradient(p))
+        self.addresses = [p.data_ptr() for p in self.parameters]
         self.updated = {p for p in self.parameters if p.requires_grad}
         self._note_frozen()
         self.guard = guard.Guard(self, always=bool(self.given.get("check")))
@@ -693,6 +720,7 @@ class Sharded:
     def step(self, groups: Sequence[Mapping[str, Any]]) -> Optional[core.StepResult]:
         """Updates all parameters; None where there was no backward pass. Collective."""
         self.refuse_writing()
+        self.refuse_moved(self.parameters)
         self.commit(groups)
         if self.tasks:
             self.recover()
@@ -801,6 +829,7 @@ class Sharded:
         """The values of these units are valid within. Collective."""
         self.commit()
         self.end_interrupted(lambda: calls_on_stack(self.model))
+        self.refuse_moved([p for unit in units for p in unit.plan.own])
         taken: List[Unit] = []
         self.readers += 1
         try:

@@ -179,7 +179,8 @@ def _take(sharded: Sharded) -> Callable[..., None]:
 def gathered(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
     """All parameters of a sharded model have their values within. Collective.
 
-    `write`: values that were changed within stay, by load_state_dict() and load() too; all ranks must write the same.
+    `write`: values that were changed within stay, by load_state_dict() and load() too; all ranks must write the same. Tensors that
+    were assigned before, by p.data = tensor, are taken over.
     Errors, with `write`: InvalidArgument while gradients wait for optimizer.step(), and for step(), save(), restore() and
     digest() within.
     """
@@ -193,23 +194,23 @@ def gathered(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
             yield model
         return
     sharded.between_steps()
+    sharded.refuse_moved(sharded.parameters, adopts=True)
     values: Dict[nn.Parameter, torch.Tensor] = {}
-    for unit in sharded.units:
-        with sharded.reading([unit]), torch.no_grad():
-            values.update((p, p.detach().clone()) for p in unit.plan.own)
-    sharded.end_evaluation()
-    places = {p: p.data for p in values}
-    for p, value in values.items():
-        p.data = value
     sharded.writing = True
     try:
+        for unit in sharded.units:
+            with sharded.reading([unit]), torch.no_grad():
+                values.update((p, p.detach().clone()) for p in unit.plan.own)
+        sharded.end_evaluation()
+        for p, value in values.items():
+            p.data = value
         with torch.no_grad():
             yield model
         values = {p: p.data for p in values}
     finally:
         sharded.writing = False
-        for p, place in places.items():
-            p.data = place
+        for p, home in sharded.homes.items():
+            p.data = home
         sharded.end_evaluation()  # Passes and state_dict() within.
     for p, value in values.items():
         if value.shape != p.shape:
@@ -405,6 +406,7 @@ def save(model: nn.Module, directory: Path, state: Any = None, background: bool 
     """
     sharded = sharded_of(model)
     sharded.between_steps()
+    sharded.refuse_moved(sharded.parameters)
     shapes = {sharded.names[p]: {"shape": list(p.shape), "dtype": str(p.dtype).replace("torch.", "")}
               for p in sharded.parameters}
     text = json.dumps({"parameters": shapes, "buffers": _encoded_buffers(model), "state": state}).encode()
@@ -461,4 +463,5 @@ def digest(model: nn.Module) -> str:
     """XXH3-128 over the fp32 masters of all parameters: equal for every stage and offload. Collective."""
     sharded = sharded_of(model)
     sharded.between_steps()
+    sharded.refuse_moved(sharded.parameters)
     return sharded.engine.digest()
