@@ -68,6 +68,96 @@ class Loops(unittest.TestCase):
                 for clips in (False, True):
                     self.compare(lambda *given: loop(*given, before, clips), stage, "SGD")
 
+    def test_parameters_are_frozen_and_unfrozen_after_a_forward_pass_that_nobody_differentiates(self):
+        def loop(model, sgd, whole):
+            optimizer = sgd(model)
+
+            def call(step):
+                return model(inputs(step)) if whole else model[2](model[1](model[0](inputs(step))))
+
+            for step in range(6):
+                if step in (1, 3):
+                    model.seen = call(step)  # It stays alive.
+                    model[0].weight.requires_grad_(step == 3)
+                elif step in (2, 4):
+                    handle = model[2].register_forward_hook(lambda *_: 1 / 0)
+                    with self.assertRaises(ZeroDivisionError):
+                        call(step)
+                    handle.remove()
+                    optimizer.zero_grad()
+                    model[2].requires_grad_(step == 4)
+                call(step).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        for stage in STAGES:
+            for whole in (False, True):
+                self.compare(lambda *given: loop(*given, whole), stage, "SGD")
+
+    def test_a_parameter_that_is_frozen_after_the_forward_pass_gets_no_gradient(self):
+        def loop(model, sgd, looks):
+            optimizer = sgd(model)
+            for step in range(3):
+                loss = model(inputs(step)).square().sum()
+                if step == 0:
+                    model[0].weight.requires_grad_(False)
+                    if looks:
+                        model(inputs(step))
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        for stage in STAGES:
+            for looks in (False, True):
+                self.compare(lambda *given: loop(*given, looks), stage, "SGD")
+
+    def test_a_norm_that_is_taken_while_a_forward_pass_waits(self):
+        def loop(model, sgd, clears):
+            optimizer = sgd(model)
+            for step in range(3):
+                model(inputs(step)).square().sum().backward()
+                loss = model(inputs(step + 3)).square().sum()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                if clears < 2:  # The step is given up before or after the next forward pass, or for the loss that waits.
+                    loss = model(inputs(step)).square().sum() if clears else loss
+                    optimizer.zero_grad()
+                    if not clears:
+                        loss = model(inputs(step)).square().sum()
+                    loss.backward()
+                elif clears == 2:
+                    optimizer.zero_grad()
+                    loss.backward()
+                else:
+                    model(inputs(step))
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+                optimizer.step()
+                optimizer.zero_grad()
+        for stage in STAGES:
+            for clears in range(4):
+                self.compare(lambda *given: loop(*given, clears), stage, "SGD")
+
+    def test_a_norm_between_two_backward_passes_is_refused(self):
+        for limit in (1e9, 0.1):
+            for waits in (False, True):
+                model, expected = (forebay.shard(make(), stage=1) for _ in range(2))
+                optimizer, other = (forebay.AdamW(one, lr=0.05) for one in (model, expected))
+                for step in range(3):
+                    model(inputs(step)).square().sum().backward()
+                    loss = model(inputs(step)).square().sum() if waits else None
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
+                    loss = loss if waits else model(inputs(step)).square().sum()
+                    with self.assertRaisesRegex(forebay.Unsupported, "their norm was taken, between two backward passes of a step"):
+                        loss.backward()
+                    if step < 2:
+                        optimizer.zero_grad()
+                        model(inputs(step)).square().sum().backward()
+                    for one in (optimizer, other):
+                        if one is other:
+                            expected(inputs(step)).square().sum().backward()
+                            if step == 2:
+                                torch.nn.utils.clip_grad_norm_(expected.parameters(), limit)
+                        one.step()
+                        one.zero_grad()
+                self.assertEqual(forebay.digest(model), forebay.digest(expected))
+
     def test_a_module_whose_output_is_detached_stays(self):
         for stage in STAGES:
             model = forebay.shard(make(), stage=stage, units=["Linear"])

@@ -81,7 +81,8 @@ class Unit:
 
     def __init__(self, owner: "Sharded", index: int, plan: describe.UnitPlan) -> None:
         self.owner, self.index, self.plan, self.name = owner, index, plan, plan.name
-        self.trainable = 0  # Its own parameters that have gradients.
+        self.frozen: List[bool] = []  # Its own parameters.
+        self.trainable = 0  # Those that have gradients.
         self.held = 0  # Acquisitions that are alive.
         self.calls: Set[_Call] = set()  # In their backward pass.
         self.in_backward = False
@@ -153,7 +154,8 @@ class Unit:
                 raise
             raise InvalidArgument(f"{self.name} has more backward than forward passes since the last backward(); call backward() once "
                                   "on the sum of these losses, or optimizer.zero_grad() and the model again; a module that runs "
-                                  "twice needs checkpointing with use_reentrant=False") from error
+                                  "twice needs checkpointing with use_reentrant=False, and requires_grad must not change between these "
+                                  "forward passes") from error
         self.in_backward = True
 
     def settle(self, inputs_done: bool = False) -> None:
@@ -237,6 +239,7 @@ class Sharded:
         self.micro_step = 0
         self.has_gradients = False
         self.norm: Optional[float] = None
+        self.norm_taken = False  # By the engine, which takes no more micro-steps then.
         self.said: Set[str] = set()  # Warnings.
         self.optimizer: Any = None  # The one whose moments the engine has; None before a step, and after restore().
         self.switched: List[str] = []  # The parameters of which requires_grad was followed before this step.
@@ -375,7 +378,8 @@ class Sharded:
         for i, gradient in enumerate(self.stand_ins.values()):
             gradient.first = i == 0
         for unit in self.units:
-            unit.trainable = sum(p.requires_grad for p in unit.plan.own)
+            unit.frozen = [not p.requires_grad for p in unit.plan.own]
+            unit.trainable = unit.frozen.count(False)
 
     def _bind(self, p: nn.Parameter, view: torch.Tensor) -> None:
         if p.is_meta:
@@ -450,6 +454,8 @@ class Sharded:
             if self.guard is not None:
                 self.guard.begin_pass()
             self.refuse_replaced()
+            if self.pass_has_gradients:
+                self.give_up_void_step()
             if self.pass_has_gradients and self.looks:
                 self.looks -= 1
                 self.refuse_changed()
@@ -541,17 +547,37 @@ class Sharded:
             counted = torch.is_grad_enabled()
             if self.tasks:
                 self.recover()
-            if counted:
+            if counted and not self.depth:
+                self.give_up_void_step(unit)
+            if self.in_step and self.norm_taken:
+                joins = False  # In case that its backward pass comes after zero_grad(), it is counted.
+            elif counted:
                 self.begin_pass()
-            elif self.in_step and not self.backward_over:
-                counted = True  # A forward pass without gradients between a forward and its backward pass.
-            elif not self.evaluating:
+                joins = True
+            else:  # A forward pass without gradients between a forward and its backward pass joins the step.
+                joins = counted = self.in_step and not self.backward_over
+            if not joins and not self.evaluating:
                 self.calling = True
                 self.engine.evaluation_begin()
                 self.evaluating = True
                 self.calling = None
         unit.forwards += counted
         self.acquire(unit, backward=False)
+
+    def give_up_void_step(self, unit: Optional[Unit] = None) -> None:
+        """Before a forward pass with gradients, of the model or of a unit: ends a step without gradients that cannot take it.
+
+        The engine has taken the norm, or requires_grad of one of the parameters has changed since the step began.
+        """
+        if not self.in_step or self.tasks or self.readers or any(one.held for one in self.units):
+            return
+        if self.norm_taken:
+            if not self.has_gradients or self.gradients_were_cleared():
+                self.abandon()
+        elif not self.has_gradients:
+            parameters, all_frozen = (unit.plan.own, unit.frozen) if unit else (self.parameters, self.frozen)
+            if any(p.requires_grad == frozen for p, frozen in zip(parameters, all_frozen)):
+                self.abandon()
 
     def begin_pass(self) -> bool:
         """A forward pass with gradients: it opens a step, and after a backward pass the next micro-step.
@@ -644,11 +670,13 @@ class Sharded:
         # The forward passes of this graph, if it is of an earlier micro-step: those that no backward pass has used, or, if the
         # graph was retained, as many as its last backward pass used.
         passes = [max(1, unit.forwards or unit.backwards) for unit in self.units]
-        if self.in_step and self.has_gradients and self.gradients_were_cleared():
+        if self.in_step and (self.has_gradients and self.gradients_were_cleared() or self.norm_taken and not self.has_gradients):
             self.abandon()  # zero_grad() came after this forward pass.
-        if self.in_step and self.has_gradients and any(gradient.factor != 1.0 for gradient in self.stand_ins.values()):
-            raise Unsupported("gradients were scaled or clipped between two backward passes of a step, and the next one adds to "
-                              "them in shards; scale the loss, or do it after the last backward pass")
+        if self.in_step and self.has_gradients and (
+                self.norm_taken or any(gradient.factor != 1.0 for gradient in self.stand_ins.values())):
+            raise Unsupported("gradients were scaled or clipped, or their norm was taken, between two backward passes of a step, and the "
+                              "next one adds to them in shards; do it after the last backward pass, or scale the loss. To go on, call "
+                              "optimizer.step() or optimizer.zero_grad()")
         if self.begin_pass():  # The graph is of an earlier micro-step, and the engine counts passes within one.
             for unit, count in zip(self.units, passes):
                 for _ in range(count):
@@ -677,21 +705,24 @@ class Sharded:
     def take_gradient(self, p: nn.Parameter) -> None:
         """Copies a gradient of autograd to the engine."""
         gradient, p.grad = p.grad, None
+        if gradient is None:  # It was frozen after the forward pass, so autograd gives it none.
+            self.note_gradient(p)
+            return
         if gradient.requires_grad:
             raise Unsupported(f"the gradient of {self.names[p]} has a graph of its own (create_graph=True); forebay "
                               "does not differentiate twice, so use torch.autograd.grad() on activations instead")
         if gradient.layout != torch.strided:
             raise Unsupported(f"the gradient of {self.names[p]} is sparse; make the embedding with sparse=False")
         task = self.enter_backward()
+        if p not in self.stand_ins:
+            raise Unsupported(f"requires_grad of {self.names[p]} was switched on between the backward passes of a step; "
+                              "switch it after optimizer.step()")
         places = [(self.units[u], i) for u, i in self.places[p]]
         unit, index = next((at for at in places if at[0].in_backward), places[0])
         outside = not unit.in_backward
         if outside:
             unit.acquire_backward(task)
         address, adds = self.engine.gradient(unit.index, index)
-        if p not in self.stand_ins:
-            raise Unsupported(f"requires_grad of {self.names[p]} was switched on between the backward passes of a step; "
-                              "switch it after optimizer.step()")
         key = (p, address)
         if key not in self.views:
             self.views[key] = self.view(address, p.shape)
@@ -701,12 +732,16 @@ class Sharded:
             else:
                 self.views[key].copy_(gradient)
         self.has_gradients = True
-        owner = places[0][0]
-        if owner.task == task:
-            owner.pending -= 1
-        owner.settle()
+        self.note_gradient(p)
         if outside:
             unit.end_backward()
+
+    def note_gradient(self, p: nn.Parameter) -> None:
+        """Its unit waits for one gradient less."""
+        owner = self.units[self.places[p][0][0]]
+        if owner.task == _task() and p in self.stand_ins:
+            owner.pending -= 1
+        owner.settle()
 
     # --- steps ---
 
@@ -714,6 +749,7 @@ class Sharded:
         """The norm of all gradients of this step, averaged over ranks. Collective."""
         if self.norm is None:
             self.end_evaluation()
+            self.norm_taken = True
             self.norm = self.engine.norm()
         return self.norm
 
@@ -771,7 +807,7 @@ class Sharded:
                 raise
             raise InvalidArgument(f"{error}; so must requires_grad, which this rank switched for "
                                   f"{', '.join(self.switched[:4]) or 'no parameter'} before this step") from error
-        self.in_step = self.has_gradients = False
+        self.in_step = self.has_gradients = self.norm_taken = False
         self.stepped = True
         self.calling = None
         self.norm = result.grad_norm / factor if factor else None  # The norm before clip_grad_norm_().
@@ -803,7 +839,7 @@ class Sharded:
         for unit in self.units:
             unit.calls.clear()
             unit.held, unit.in_backward, unit.forwards = 0, False, 0
-        self.in_step = self.has_gradients = self.adds_to_last = False
+        self.in_step = self.has_gradients = self.adds_to_last = self.norm_taken = False
         self.tasks.clear()
         for p in self.stand_ins:
             p.grad = None
