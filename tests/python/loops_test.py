@@ -1,6 +1,8 @@
 """Loops that people write around a model, on one rank: the weights of plain torch, at stages 0 and 3."""
 
+import concurrent.futures
 import tempfile
+import threading
 import unittest
 import warnings
 
@@ -356,6 +358,60 @@ class Loops(unittest.TestCase):
             with self.assertRaisesRegex(forebay.InvalidArgument, r"2\.weight was replaced or removed after shard"):
                 call()
         model._forebay.guard.leave()
+
+    def test_a_pass_in_another_thread_is_refused_and_leaves_the_first_one_whole(self):
+        def loop(model, adamw):
+            optimizer = adamw(model)
+            inside, go_on, refused = threading.Event(), threading.Event(), []
+
+            def wait(*_):
+                inside.set()
+                go_on.wait()
+
+            for step in range(4):
+                if step == 2:
+                    handle = model[2].register_forward_pre_hook(wait)
+                    with concurrent.futures.ThreadPoolExecutor() as threads:
+                        loss = threads.submit(lambda: model(inputs(2)).square().sum())
+                        inside.wait()
+                        handle.remove()
+                        try:
+                            for call in (lambda: model(inputs(0)), lambda: model[2](inputs(0)), model.state_dict):
+                                try:
+                                    call()
+                                except forebay.InvalidArgument as error:
+                                    refused.append(str(error))
+                        finally:
+                            go_on.set()
+                        loss.result().backward()
+                else:
+                    model(inputs(step)).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            if hasattr(model, "_forebay"):
+                self.assertEqual([("called in another thread" in text and "Lock" in text) for text in refused], [True] * 3)
+        for stage in STAGES:
+            self.compare(loop, stage)
+
+    def test_a_pass_that_an_interrupt_ended_in_another_thread(self):
+        def interrupt(*_):
+            raise KeyboardInterrupt
+
+        def call(model):
+            with self.assertRaises(KeyboardInterrupt):
+                model(inputs(0))
+
+        for stage in STAGES:
+            model = forebay.shard(make(), stage=stage)
+            optimizer = forebay.AdamW(model, lr=0.05)
+            handle = model[2].register_forward_pre_hook(interrupt)
+            with concurrent.futures.ThreadPoolExecutor() as threads:
+                threads.submit(call, model).result()
+                handle.remove()
+                model[0](inputs(0))
+                model(inputs(0)).square().sum().backward()
+            optimizer.step()
+            self.assertTrue(all(unit.held == 0 for unit in model._forebay.units))
 
     def test_parameters_with_their_names(self):
         model = forebay.shard(make(), stage=1)

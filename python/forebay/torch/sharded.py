@@ -13,6 +13,7 @@ import itertools
 import math
 import os
 import sys
+import threading
 import warnings
 import weakref
 import zlib
@@ -123,7 +124,7 @@ class Unit:
 
     @uncompiled
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not self.frames:  # before_forward() failed.
+        if not self.frames or self.owner.is_elsewhere():  # before_forward() failed.
             return
         call = self.frames.pop()
         if call is None:
@@ -261,6 +262,7 @@ class Sharded:
             module.register_forward_hook(unit.after_forward, always_call=True)
         self.residents: List[Unit] = []  # Read outside of their modules, so they are gathered for the whole pass.
         self.depth = 0  # Calls of the model that are running.
+        self.passing: Dict[str, int] = {}  # "thread": the number of theirs. setdefault() is one operation for all threads.
         model.register_forward_pre_hook(self.before_model, with_kwargs=True, prepend=True)
         model.register_forward_hook(self.after_model, always_call=True)
         if meaning is not None:
@@ -446,8 +448,11 @@ class Sharded:
 
     @uncompiled
     def before_model(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        self.passing.setdefault("thread", threading.get_ident())
+        self.refuse_other_thread()
         self.catch_up()
         self.end_interrupted(lambda: calls_on_stack(module) - 1)
+        self.passing["thread"] = threading.get_ident()
         self.depth += 1
         if self.depth == 1:
             self.pass_has_gradients = torch.is_grad_enabled()
@@ -471,17 +476,35 @@ class Sharded:
 
     @uncompiled
     def after_model(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.depth -= 1
+        if self.is_elsewhere():  # before_model() refused the pass.
+            return
+        self.depth = max(0, self.depth - 1)  # before_model() may have failed before it counted.
         memory.explain(self, sys.exc_info()[1])  # The hook runs after an exception too.
         for unit in reversed(self.residents):
             unit.after_forward(module, args, output)
-        if self.depth == 0 and self.guard is not None:
-            self.guard.end_evaluation()
+        if self.depth == 0:
+            self.passing.clear()
+            if self.guard is not None:
+                self.guard.end_evaluation()
+
+    def is_elsewhere(self) -> bool:
+        """The model is being called, and not in this thread. The threads of autograd belong to the one that waits for them."""
+        thread = self.passing.get("thread")
+        return thread is not None and thread != threading.get_ident() and _task() == -1
+
+    def refuse_other_thread(self) -> None:
+        """Errors: InvalidArgument while another thread calls the model. An exception may have ended its call."""
+        if not self.is_elsewhere():
+            return
+        if calls_on_stack(self.model, self.passing.get("thread", 0)):
+            raise InvalidArgument("the model is being called in another thread; let one thread at a time use it, as by a threading.Lock")
+        self.passing.clear()
 
     # --- after KeyboardInterrupt, or another exception of a signal handler ---
 
     def catch_up(self) -> None:
         """Follows the engine where the exception came before a call was noted here."""
+        self.refuse_other_thread()
         if self.calling is None:
             return
         number = self.engine.number
@@ -507,6 +530,7 @@ class Sharded:
         elif self.readers or self.tasks or not any(unit.held for unit in self.units) or calls():
             return
         self.depth = 0
+        self.passing.clear()
         for unit in self.units:
             while unit.held:
                 self.release(unit)

@@ -31,9 +31,9 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def calls_on_stack(module: nn.Module) -> int:
-    """How often `module` is being called in this thread; many where compiled code hides it."""
-    count, frame = 0, sys._getframe()
+def calls_on_stack(module: nn.Module, thread: Optional[int] = None) -> int:
+    """How often `module` is being called in this thread, or in that of this number; many where compiled code hides it."""
+    count, frame = 0, sys._getframe() if thread is None else sys._current_frames().get(thread)
     while frame is not None:
         name = frame.f_code.co_name
         if name.startswith("torch_dynamo_resume"):
