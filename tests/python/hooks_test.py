@@ -606,6 +606,53 @@ class Optimizers(unittest.TestCase):
             self.assertEqual(adamw(model, lr=torch.tensor(2e-3), weight_decay=0).param_groups[0]["weight_decay"], 0)
         model._forebay.guard.leave()
 
+    def test_values_that_change_after_the_optimizer_was_made(self):
+        model = sharded(models.make())
+        optimizer = adamw(model)
+        group = optimizer.param_groups[0]
+
+        def step():
+            optimizer.zero_grad()
+            model(*models.batch(0, 0)).backward()
+            optimizer.step()
+
+        for name, value, kind, message in (
+                ("amsgrad", True, forebay.Unsupported, "amsgrad=True; forebay updates by plain AdamW, so leave it out"),
+                ("maximize", True, forebay.Unsupported, "maximize=True"),
+                ("differentiable", True, forebay.Unsupported, "differentiable=True"),
+                ("decoupled_weight_decay", False, forebay.Unsupported, "decoupled_weight_decay .* became False after .* made with True"),
+                ("lr", None, forebay.InvalidArgument, "lr is None; use a number of 0 or more"),
+                ("lr", -1e-3, forebay.InvalidArgument, "lr is -0.001"),
+                ("lr", torch.ones(2), forebay.InvalidArgument, r"lr is tensor\(\[1., 1.\]\); use a number"),
+                ("betas", (0.9,), forebay.InvalidArgument, r"betas is \(0.9,\); use two numbers"),
+                ("betas", None, forebay.InvalidArgument, "betas is None; use two numbers"),
+                ("weight_decay", float("nan"), forebay.InvalidArgument, "weight_decay is nan"),
+                ("eps", 0, forebay.InvalidArgument, "eps is 0; use a number above 0")):
+            before = dict(group)
+            with self.subTest(name=name, value=value):
+                group[name] = value
+                with self.assertRaisesRegex(kind, message):
+                    step()
+            group.clear()
+            group.update(before)
+        group.update(lr=torch.tensor(1e-3), foreach=True, fused=True, capturable=True, initial_lr=1.0, decoupled_weight_decay=True)
+        step()
+        with mock.patch.object(Sharded, "make_engine", lambda self: FakeEngine()):
+            optimizer = forebay.Muon(sharded(models.make()))
+            for name, value, message in (("use_muon", False, "use_muon of a parameter group became False"),
+                                         ("adjust_lr_fn", "match_rms_adamw", "adjust_lr_fn .* became match_rms_adamw after .* original"),
+                                         ("ns_steps", 3, "ns_steps=3")):
+                before = dict(optimizer.param_groups[1])
+                optimizer.param_groups[1][name] = value
+                with self.assertRaisesRegex(forebay.Unsupported, message):
+                    optimizer.step()
+                optimizer.param_groups[1].clear()
+                optimizer.param_groups[1].update(before)
+            optimizer.param_groups[1].update(adjust_lr_fn="original", ns_coefficients=[3.4445, -4.7750, 2.0315])
+            optimizer.step()
+        for one in (model._forebay, optimizer.sharded):
+            one.guard.leave()
+
     def test_the_rule_of_an_optimizer(self):
         class Lion(torch.optim.Optimizer):
             def __init__(self, params, **values):

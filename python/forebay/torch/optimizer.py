@@ -69,7 +69,9 @@ class Optimizer(torch.optim.Optimizer):
         self.last: Optional[core.StepResult] = None
         self.grad_norm: Optional[float] = None
         self.wrapped: Tuple[torch.optim.Optimizer, ...] = ()
+        self.fixed = {**_OFF, **_CONSTANTS.get(rule, {})}
         self._check_groups()
+        self.choices = [self._choices(group) for group in self.param_groups]
         if rule == "muon":
             self._set_rate()
         given = sharded.options.get("optimizer", rule) if sharded.engine is None else sharded.rule
@@ -91,10 +93,7 @@ class Optimizer(torch.optim.Optimizer):
     def _check_groups(self) -> None:
         grouped = _groups_of(self.param_groups)
         for group in self.param_groups:
-            for name, off in {**_OFF, **_CONSTANTS.get(self.rule, {})}.items():
-                if group.get(name, off) != off:
-                    raise Unsupported(f"{name}={group[name]}; forebay updates by plain {_NAMES[self.rule]}, so leave it out")
-            _check_values(group)
+            self._check_group(group)
         for p in self.sharded.parameters:
             if p.requires_grad and p not in grouped:
                 raise InvalidArgument(f"parameter {self.sharded.names[p]} is trainable and in no parameter group; one "
@@ -104,6 +103,31 @@ class Optimizer(torch.optim.Optimizer):
             if describe.is_held(p) and getattr(p, "_forebay", None) is not self.sharded:
                 raise InvalidArgument(f"a parameter of shape {list(p.shape)} in the optimizer does not belong to the sharded model; "
                                       "give it an optimizer of its own")
+
+    def _check_group(self, group: Dict[str, Any]) -> None:
+        for name, off in self.fixed.items():
+            value = group.get(name, off)
+            if value != off and (not isinstance(value, list) or tuple(value) != off):
+                raise Unsupported(f"{name}={group[name]}; forebay updates by plain {_NAMES[self.rule]}, so leave it out")
+        _check_values(group)
+
+    def _check_changes(self) -> None:
+        """The program may have changed values of groups since the optimizer was made."""
+        for group, choices in zip(self.param_groups, self.choices):
+            self._check_group(group)
+            for name, value in self._choices(group).items():
+                if value != choices[name]:
+                    raise Unsupported(f"{name} of a parameter group became {value} after the optimizer was made with {choices[name]}; "
+                                      "set it back, or make the model and the optimizer again")
+
+    def _choices(self, group: Dict[str, Any]) -> Dict[str, Any]:
+        """The values that the engine takes over when the optimizer is made."""
+        if self.rule == "muon":
+            uses = bool(group.get("use_muon"))
+            return {"use_muon": uses, "adjust_lr_fn": group.get("adjust_lr_fn") or "original" if uses else None}
+        if self.rule in ("adam", "adamw"):  # PyTorch since 2.7 has the value in the groups of both.
+            return {"decoupled_weight_decay": bool(group.get("decoupled_weight_decay", self.rule == "adamw"))}
+        return {}
 
     def _set_rate(self) -> None:
         """Muon: refuses groups of matrices that have others, and gives the engine the factor of their rates."""
@@ -140,6 +164,7 @@ class Optimizer(torch.optim.Optimizer):
         if self.sharded.optimizer not in (None, self):
             raise InvalidArgument("another optimizer of this model makes its steps, and the moments are that one's; call its "
                                   "step(), or make a new optimizer, which begins with moments of zero")
+        self._check_changes()
         scale = getattr(self, "grad_scale", None)  # GradScaler's, while gradients are scaled.
         if scale is not None:
             for gradient in self.sharded.stand_ins.values():
@@ -200,7 +225,7 @@ def _check_values(group: Dict[str, Any]) -> None:
             raise InvalidArgument(f"{name} is {value!r}; use {allowed}")
 
     for name in ("lr", "weight_decay"):
-        check(name, group[name], lambda value: 0 <= value < math.inf, "a number of 0 or more")
+        check(name, group.get(name), lambda value: 0 <= value < math.inf, "a number of 0 or more")
     betas = group.get("betas", (0, 0))
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
         raise InvalidArgument(f"betas is {betas!r}; use two numbers, as in betas=(0.9, 0.999)")
