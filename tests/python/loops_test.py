@@ -413,6 +413,23 @@ class Loops(unittest.TestCase):
             optimizer.step()
             self.assertTrue(all(unit.held == 0 for unit in model._forebay.units))
 
+    def test_transforms_of_functions_that_cannot_be_followed_are_named(self):
+        model = forebay.shard(make(), stage=1)
+        optimizer = forebay.AdamW(model, lr=0.05)
+        with self.assertRaisesRegex(forebay.Unsupported, r"torch\.func\.grad.*use torch\.autograd\.grad"):
+            torch.func.grad(lambda x: model(x).sum())(inputs(0))
+        for step in range(2):
+            model(inputs(step)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with self.assertRaisesRegex(forebay.InvalidArgument, r"torch\.vmap\(\) over the model belongs under no_grad"):
+            torch.vmap(model)(inputs(0)).sum().backward()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            self.assertTrue(torch.allclose(torch.vmap(model)(inputs(0)), model(inputs(0))))
+        model(inputs(0)).square().sum().backward()
+        optimizer.step()
+
     def test_parameters_with_their_names(self):
         model = forebay.shard(make(), stage=1)
         optimizer = forebay.AdamW(model.named_parameters(), 0.05)

@@ -119,7 +119,13 @@ class Unit:
         if not wanting:
             return None
         call.has_inputs = True
-        made = dict(zip(wanting, _InputsDone.apply(call, *wanting.values())))
+        try:
+            made = dict(zip(wanting, _InputsDone.apply(call, *wanting.values())))
+        except RuntimeError as error:
+            if "functorch" not in str(error):
+                raise
+            raise Unsupported("torch.func.grad(), vjp(), jacrev() and hessian() of a sharded model; use torch.autograd.grad() or "
+                              "torch.autograd.functional.jacobian() on its inputs, or torch.func.jacfwd()") from error
         return tree_unflatten([made.get(id(t), t) for t in flat], spec)
 
     @uncompiled
@@ -155,8 +161,8 @@ class Unit:
                 raise
             raise InvalidArgument(f"{self.name} has more backward than forward passes since the last backward(); call backward() once "
                                   "on the sum of these losses, or optimizer.zero_grad() and the model again; a module that runs "
-                                  "twice needs checkpointing with use_reentrant=False, and requires_grad must not change between these "
-                                  "forward passes") from error
+                                  "twice needs checkpointing with use_reentrant=False, requires_grad must not change between these "
+                                  "forward passes, and torch.vmap() over the model belongs under no_grad()") from error
         self.in_backward = True
 
     def settle(self, inputs_done: bool = False) -> None:
