@@ -3,6 +3,8 @@
 Losses, norms, evaluations and weights equal plain torch bit for bit, because the fake engine updates by torch's AdamW.
 """
 
+import concurrent.futures
+import contextlib
 import copy
 import dataclasses
 import faulthandler
@@ -12,6 +14,7 @@ import sys
 import types
 import unittest
 import warnings
+import weakref
 from unittest import mock
 
 import support
@@ -213,7 +216,6 @@ class EqualsPlainTorch(unittest.TestCase):
             with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
                 losses.append(one(*models.batch(0, 0)).item())
         self.assertEqual(*losses)
-        model._forebay.guard.leave()
 
 
 class OverFakes:
@@ -352,7 +354,6 @@ class Refusals(unittest.TestCase):
             model(*models.batch(0, 0)).backward()
             with self.assertRaisesRegex(forebay.InvalidArgument, r"(SGD|AdamW)\.step\(\).*forebay\.wrap"):
                 optimizer.step()
-            model._forebay.guard.leave()
 
     def test_gradients_that_have_no_place(self):
         model = nn.Sequential(nn.Embedding(4, 4, sparse=True), nn.Linear(4, 4))
@@ -360,7 +361,6 @@ class Refusals(unittest.TestCase):
         with self.assertRaisesRegex(forebay.Unsupported, r"gradient of 0\.weight is sparse; make the embedding"):
             model(torch.arange(4)).sum().backward()
         optimizer.zero_grad()
-        model._forebay.guard.leave()
         model = models.make()
         optimizer = adamw(sharded(model))
         model.norm.weight.requires_grad_(False)
@@ -368,7 +368,6 @@ class Refusals(unittest.TestCase):
         model.norm.weight.requires_grad_(True)
         with self.assertRaisesRegex(forebay.Unsupported, r"requires_grad of norm\.weight was switched on between the backward"):
             model(*models.batch(0, 0)).backward()
-        model._forebay.guard.leave()
 
     def test_factors_of_gradients(self):
         model = models.make()
@@ -395,7 +394,6 @@ class Refusals(unittest.TestCase):
             p.grad.mul_(0.0)
         optimizer.step()
         self.assertIsNone(optimizer.grad_norm)  # Zero times a norm says nothing of it.
-        model._forebay.guard.leave()
 
     def test_gradients_that_the_program_changed(self):
         model = models.make()
@@ -413,7 +411,6 @@ class Refusals(unittest.TestCase):
             p.grad = gradient
         with self.assertRaisesRegex(forebay.Unsupported, "gradients itself.*backward"):
             optimizer.step()
-        model._forebay.guard.leave()
 
     def test_parameters_that_were_replaced(self):
         for change in (lambda norm: setattr(norm, "weight", nn.Parameter(torch.ones(32))), lambda norm: norm.__delattr__("weight")):
@@ -422,7 +419,6 @@ class Refusals(unittest.TestCase):
             change(model.norm)
             with self.assertRaisesRegex(forebay.InvalidArgument, r"parameter norm\.weight was replaced or removed after shard"):
                 model(*models.batch(0, 0))
-            model._forebay.guard.leave()
 
     def test_models_that_are_divided_already(self):
         with self.assertRaisesRegex(forebay.InvalidArgument, "DataParallel; shard.. takes its place"):
@@ -457,7 +453,6 @@ class Refusals(unittest.TestCase):
         adamw(sharded(model))
         with self.assertRaisesRegex(forebay.InvalidArgument, "have no values yet, blocks.0.down.bias first; call forebay"):
             model(*models.batch(0, 0))
-        model._forebay.guard.leave()
 
     def test_two_types(self):
         model = models.make()
@@ -561,7 +556,6 @@ class Warnings(unittest.TestCase):
         for text in self.said(optimizer.state_dict):
             self.assertRegex(text, r"has no moments: they lie in shards\. forebay\.save")
         self.assertEqual(len(self.said(optimizer.state_dict)), 3)
-        model._forebay.guard.leave()
 
 
 class Optimizers(unittest.TestCase):
@@ -581,7 +575,6 @@ class Optimizers(unittest.TestCase):
             forebay.SGD(model, lr=1.0)
         with self.assertRaisesRegex(forebay.InvalidArgument, "updates by Lion, and the optimizer is AdamW; give"):
             adamw(sharded(models.make(), optimizer="lion"))
-        model._forebay.guard.leave()
 
     def test_values_with_which_no_step_is_possible(self):
         model = sharded(models.make())
@@ -604,7 +597,6 @@ class Optimizers(unittest.TestCase):
             forebay.AdamW(model, [{"params": list(model.parameters()), "lr": -3}])
         with mock.patch.object(Sharded, "make_engine", lambda self: FakeEngine()):
             self.assertEqual(adamw(model, lr=torch.tensor(2e-3), weight_decay=0).param_groups[0]["weight_decay"], 0)
-        model._forebay.guard.leave()
 
     def test_values_that_change_after_the_optimizer_was_made(self):
         model = sharded(models.make())
@@ -662,7 +654,6 @@ class Optimizers(unittest.TestCase):
             model = sharded(models.make())
             with mock.patch.object(Sharded, "make_engine", lambda self: FakeEngine()):
                 made = forebay.wrap(kind(model.parameters(), **values))
-            model._forebay.guard.leave()
             return made.rule
 
         self.assertEqual(rule_of(torch.optim.Adam, decoupled_weight_decay=True), "adamw")
@@ -687,7 +678,6 @@ class Optimizers(unittest.TestCase):
             model = sharded(models.make(layers=1))
             with mock.patch.object(Sharded, "make_engine", lambda self: FakeEngine()):
                 optimizer = make(model, *given)
-            model._forebay.guard.leave()
             return optimizer.defaults
 
         for name in ("AdamW", "Adam", "SGD", "Adafactor", "Muon"):
@@ -733,10 +723,7 @@ class Optimizers(unittest.TestCase):
         def muon(groups, **values):
             model = sharded(models.make())
             with mock.patch.object(Sharded, "make_engine", lambda self: FakeEngine()):
-                try:
-                    return forebay.Muon(model, groups(model), **values)
-                finally:
-                    model._forebay.guard and model._forebay.guard.leave()
+                return forebay.Muon(model, groups(model), **values)
 
         def apart(model, **values):
             matrices = [p for p in model.parameters() if p.dim() == 2]
@@ -765,7 +752,13 @@ class Optimizers(unittest.TestCase):
                 forebay.Muon(model, adjust_lr_fn=same)
                 with self.assertRaisesRegex(forebay.InvalidArgument, f"adjust_lr_fn is {other}, and .* had another optimizer"):
                     forebay.Muon(model, adjust_lr_fn=other)
-                model._forebay.guard.leave()
+
+
+def train(model, optimizer, steps, *inputs):
+    for step in range(steps):
+        model(*inputs or models.batch(step, 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 class Reader(nn.Module):
@@ -809,7 +802,6 @@ class Guard(unittest.TestCase):
         adamw(model)
         with self.assertRaisesRegex(forebay.InvalidArgument, r"aten\.clone.*norm\.weight of unit norm.*before shard"):
             model.norm.weight.data.clone()
-        model._forebay.guard.leave()
 
     def test_it_finds_reads_after_the_first_step(self):
         average = torch.optim.swa_utils.AveragedModel(models.make())
@@ -827,9 +819,6 @@ class Guard(unittest.TestCase):
             average.update_parameters(model)
         with forebay.gathered(model):
             average.update_parameters(model)
-        with torch.no_grad():
-            model(*models.batch(1, 0))
-        self.assertIsNone(model._forebay.guard.mode)
 
     def test_reads_of_the_shape_only_are_none(self):
         model = models.make()
@@ -837,7 +826,6 @@ class Guard(unittest.TestCase):
         weight = model.norm.weight.detach()
         self.assertEqual([made.shape for made in (weight.new_empty(3), weight.new_zeros(2, 2), torch.ones_like(weight), weight[1:])],
                          [(3,), (2, 2), (32,), (31,)])
-        model._forebay.guard.leave()
 
     def test_the_first_evaluation_is_checked_after_the_steps(self):
         class Evaluated(Reader):
@@ -855,7 +843,6 @@ class Guard(unittest.TestCase):
                     made.zero_grad()
             with torch.no_grad(), self.assertWarnsRegex(UserWarning, "unit second stays gathered"):
                 self.assertEqual(model.eval()(torch.ones(2, 4)), plain.eval()(torch.ones(2, 4)))
-            self.assertIsNone(model._forebay.guard.mode)
 
     def test_all_passes_are_checked_where_it_is_told_so(self):
         for evaluates in (False, True):
@@ -871,7 +858,6 @@ class Guard(unittest.TestCase):
             del model.forward
             with torch.set_grad_enabled(not evaluates), self.assertWarnsRegex(UserWarning, "unit second stays gathered"):
                 model(torch.ones(2, 4))
-            model._forebay.guard.leave()
 
     def test_a_write_to_an_output_argument_is_refused(self):
         class Writes(nn.Linear):
@@ -884,33 +870,144 @@ class Guard(unittest.TestCase):
         adamw(sharded(model))
         with self.assertRaisesRegex(forebay.InvalidArgument, r"writes 0\.weight within a pass"):
             model(torch.ones(2, 4))
-        model._forebay.guard.leave()
 
-    def test_it_finds_no_reads_between_steps_where_it_is_told_so(self):
+    def test_it_watches_nothing_after_the_second_step_where_it_is_told_so(self):
         model = models.make()
         optimizer = adamw(sharded(model, check=False))
-        for step in range(3):
-            model(*models.batch(step, 0)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        self.assertIsNone(model._forebay.guard.mode)
+        train(model, optimizer, 3)
+        self.assertEqual({type(p) for p in model.parameters()}, {nn.Parameter})
 
-    def test_models_that_are_dropped_after_a_step_leave_no_guard(self):
-        """Each mode costs every operator of the program 20 us, and several hundreds end it by a RecursionError."""
-        kept = adamw(sharded(models.make(layers=1)))
-        for _ in range(3):
+    def test_it_finds_reads_around_the_passes_of_each_step(self):
+        model = models.make()
+        optimizer = adamw(sharded(model))
+        weight = model.blocks[0].up.weight
+        kept = weight.detach()
+        reads = {"aten.linalg_vector_norm": lambda: weight.norm(), "aten.pow": lambda: weight.data[1:].pow(2),
+                 "aten.mul": lambda: 2 * kept, "aten._foreach_norm": lambda: torch._foreach_norm([weight]),
+                 "aten.mm": lambda: nn.functional.linear(torch.ones(1, weight.shape[1]), weight=weight),
+                 "aten.copy_": lambda: torch.empty_like(weight).copy_(weight), "numpy": lambda: kept.numpy(),
+                 "tolist": lambda: kept.tolist(), "aten.+": lambda: copy.deepcopy(kept), "__reduce_ex__": lambda: pickle.dumps(kept)}
+
+        def refuses():
+            for name, read in reads.items():
+                with self.subTest(name), self.assertRaisesRegex(
+                        forebay.InvalidArgument, rf"{name}.* reads blocks\.0\.up\.weight of unit blocks\.0 outside"):
+                    read()
+
+        for step in range(4):
+            loss = model(*models.batch(step, 0))
+            refuses()
+            loss.backward()
+            refuses()
+            optimizer.step()
+            refuses()
+            optimizer.zero_grad()
+        with forebay.gathered(model):
+            for read in reads.values():
+                read()
+            self.assertTrue(torch.equal(pickle.loads(pickle.dumps(kept)), weight))
+            self.assertEqual({type(p) for p in model.parameters()}, {nn.Parameter})
+        self.assertIsInstance(weight, nn.Parameter)
+        self.assertEqual(repr(type(weight)), repr(nn.Parameter))
+
+    def test_it_finds_reads_within_a_late_pass(self):
+        model = Reader()
+        optimizer = adamw(sharded(model, units=["Linear"]))
+        model.forward = lambda x: model.second(model.first(x)).sum()
+        train(model, optimizer, 3, torch.ones(2, 4))
+        with torch.no_grad():
+            model(torch.ones(2, 4))
+        del model.forward
+        with self.assertWarnsRegex(UserWarning, "unit second stays gathered"):
+            model(torch.ones(2, 4))
+
+    def test_a_tied_parameter_is_released_with_its_last_unit(self):
+        model = models.make(tied=True)
+        optimizer = adamw(sharded(model))
+        train(model, optimizer, 2)
+        read = []
+        model.head.register_forward_hook(lambda *_: read.append(model.tokens.weight.sum()))
+        loss = model(*models.batch(2, 0))
+        self.assertEqual(len(read), 1)
+        with self.assertRaisesRegex(forebay.InvalidArgument, r"reads tokens\.weight of unit tokens"):
+            model.tokens.weight.sum()
+        loss.backward()
+
+    def test_a_watched_parameter_changes_no_choice_of_torch(self):
+        """torch.nn.TransformerEncoder gives padding zeros where no weight has a class of its own."""
+        results = []
+        for is_sharded in (False, True):
+            torch.manual_seed(0)
+            model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), 2)
+            optimizer = adamw(sharded(model)) if is_sharded else plain_adamw(model)
+            x, padding = torch.ones(2, 3, 8), torch.tensor([[False, False, True], [False, False, False]])
+            seen = []
+            for _ in range(4):
+                with torch.no_grad():
+                    seen.append(model.eval()(x, src_key_padding_mask=padding).tolist())
+                loss = model.train()(x, src_key_padding_mask=padding).square().sum()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                seen.append(loss.item())
+            results.append(seen)
+        self.assertEqual(*results)
+
+    def test_contexts_of_the_program_leave_torch_as_it_was(self):
+        """torch.inference_mode() saves the dispatch keys of its thread, and brings them back at its end."""
+        def made(steps):
             model = models.make(layers=1)
             optimizer = adamw(sharded(model))
-            model(*models.batch(0, 0)).backward()
-            optimizer.step()
-            self.assertEqual(torch.utils._python_dispatch._len_torch_dispatch_stack(), 1)
+            train(model, optimizer, steps)
+            return model, optimizer
+
+        def interrupted(model):
+            model.norm.forward = mock.Mock(side_effect=KeyboardInterrupt)
+            with contextlib.suppress(KeyboardInterrupt):
+                model(*models.batch(0, 0))
+            del model.norm.forward
+
+        contexts = {
+            "inference": torch.inference_mode, "not inference": lambda: torch.inference_mode(False), "no_grad": torch.no_grad,
+            "autocast": lambda: torch.autocast("cpu", torch.bfloat16, enabled=False), "device": lambda: torch.device("cpu"),
+            "hooks": lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)}
+        for name, context in contexts.items():
+            for steps in range(4):
+                with self.subTest(f"{name} after {steps} steps"):
+                    model, optimizer = made(steps)
+                    with context():
+                        model(*models.batch(0, 0))
+                    with context(), contexts["not inference"]():
+                        model(*models.batch(0, 0))
+                    with context():
+                        interrupted(model)
+                    other = made(steps)
+                    with context():
+                        del other
+                        gc.collect()
+                    self.assertEqual(torch.utils._python_dispatch._len_torch_dispatch_stack(), 0)
+                    torch.ones(1) + 1
+                    optimizer.zero_grad()
+                    train(model, optimizer, 2)
+                    with context(), contexts["not inference"](), torch.enable_grad():
+                        train(model, optimizer, 2)
+                    torch.ones(1) + 1
+
+    def test_another_thread_is_checked_too(self):
+        model = models.make()
+        adamw(sharded(model))
+        with concurrent.futures.ThreadPoolExecutor(1) as pool, self.assertRaisesRegex(forebay.InvalidArgument, "reads norm.weight"):
+            pool.submit(model.norm.weight.sum).result()
+
+    def test_models_that_are_dropped_leave_nothing(self):
+        for steps in (1, 3):
+            model = models.make(layers=1)
+            optimizer = adamw(sharded(model))
+            train(model, optimizer, steps)
+            gone = weakref.ref(model)
             del model, optimizer
-        gc.collect()
-        torch.ones(1) + 1
-        mode = kept.sharded.guard.mode
-        self.assertEqual(list(mode.guards), [kept.sharded.guard])
-        kept.sharded.guard.leave()
-        self.assertEqual(torch.utils._python_dispatch._len_torch_dispatch_stack(), 0)
+            gc.collect()
+            self.assertIsNone(gone())
 
     def test_it_finds_reads_outside_of_a_pass(self):
         model = models.make()
@@ -918,7 +1015,6 @@ class Guard(unittest.TestCase):
         model(*models.batch(0, 0)).backward()
         with self.assertRaisesRegex(forebay.InvalidArgument, r"aten\.pow.*blocks\.0\.up\.weight of unit blocks\.0"):
             model.blocks[0].up.weight.detach().pow(2)
-        model._forebay.guard.leave()
 
 
 if __name__ == "__main__":

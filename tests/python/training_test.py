@@ -23,6 +23,7 @@ support.need_library()
 
 import torch
 
+import contract
 import forebay
 import models
 import passes
@@ -702,6 +703,23 @@ class OneRank(unittest.TestCase):
             self.assertEqual(model(*models.batch(0, 0)).item(), plain(*models.batch(0, 0)).item())
         models.train(model, forebay.AdamW(model), steps=1)
 
+    def test_evaluation_in_inference_mode_after_each_step(self):
+        results = []
+        for is_sharded in (False, True):
+            model, seen = models.make(), []
+            if is_sharded:
+                model = forebay.shard(model, stage=3)
+            optimizer = forebay.AdamW(model) if is_sharded else contract.AdamW(model.parameters(), lr=1e-3)
+            for step in range(4):
+                model(*models.batch(step, 0)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                with torch.inference_mode():
+                    seen.append(model(*models.batch(99, 0)).item())
+                seen.append(torch.zeros(1).item())  # torch works on.
+            results.append(seen)
+        self.close(*results)
+
     def test_weights_with_fewer_bytes_than_their_shape_are_refused(self):
         original = models.make()
         with tempfile.TemporaryDirectory() as directory:
@@ -973,9 +991,9 @@ class GuardedMemory(unittest.TestCase):
 
 
 def read_released():
-    model = forebay.shard(models.make(), stage=3, guard=True)
+    model = forebay.shard(models.make(), stage=3, guard=True, check=False)  # Else the read is an error of Python.
     optimizer = forebay.AdamW(model)
-    models.train(model, optimizer, steps=3)  # The operators of the first two are checked one by one.
+    models.train(model, optimizer, steps=3)  # Operators of the first two are checked.
     print(model.blocks[0].up.weight.sum().item())
 
 

@@ -1,162 +1,243 @@
-"""Finds operators that read parameters whose unit is not acquired."""
+"""Finds operators that read parameters whose unit is not acquired, and in checked passes those that write one.
+
+A watched parameter has a subclass of its class, by which torch shows the calls that it is given to. Nothing is entered
+or left between two calls, so no context of the program, as torch.inference_mode(), can come in between, and calls without
+such a parameter cost nothing.
+"""
 
 from __future__ import annotations
 
-import threading
+import functools
+import sys
 import warnings
 import weakref
-from typing import TYPE_CHECKING, Any, Dict, List, Optional, Tuple
+from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Set, Tuple, Type
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from forebay._library import InvalidArgument
-from forebay.torch.uncompiled import is_in_compiled_code, uncompiled
+from forebay.torch.uncompiled import is_in_compiled_code, left_alone, uncompiled
 
 if TYPE_CHECKING:
-    from forebay.torch.sharded import Sharded
+    from forebay.torch.sharded import Sharded, Unit
+
+unwatched = torch._C.DisableTorchFunctionSubclass  # Within, calls are not shown: attributes of many parameters are read at once.
+
+# They read values, and no operator does it for them.
+_READS = ("numpy", "tolist", "__array__", "__dlpack__", "__reduce_ex__")
+# They read no values of their arguments; some run code of the program, which is not to be checked as one call.
+_NO_OPERATORS = ("__set__", "backward", "grad", "register_hook")
 
 
 class _Mode(TorchDispatchMode):
-    """Shows every operator of this thread to the guards that check. One for all of them: each mode costs every operator
-    20 us, and torch calls one within the other."""
+    """Shows the operators of one call to the guards of the models of its arguments."""
 
-    def __init__(self) -> None:
+    def __init__(self, owners: Set["Sharded"]) -> None:
         super().__init__()
-        self.guards: Dict["Guard", None] = {}
-        self.entered = False
+        self.owners = owners
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # torch's wrapper loads torch._dynamo; __torch_dispatch__() has its own.
+        return False  # torch's wrapper loads torch._dynamo; _checked() has its own.
 
-    def add(self, guard: "Guard") -> None:
-        self.guards[guard] = None
-        if not self.entered:
-            self.entered = True
-            self.__enter__()
-
-    def remove(self, guard: "Guard") -> None:
-        """The mode stays entered below one that was entered later, and then shows nothing."""
-        self.guards.pop(guard, None)
-        if not self.guards and self.entered and _get_current_dispatch_mode() is self:
-            self.entered = False
-            self.__exit__(None, None, None)
-
-    @uncompiled
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.guards and not (_is_view(func) or _reads_no_values(func) or _copies_to_itself(func, args)):
+        if not (_is_view(func) or _reads_no_values(func) or _copies_to_itself(func, args)):
             written = _written(func, args, kwargs or {})
-            tensors = [t for t in tree_leaves((args, kwargs))
-                       if isinstance(t, torch.Tensor) and type(t).__name__ != "Gradient"
-                       and t.layout == torch.strided and not t.is_meta]
-            for guard in list(self.guards):
-                owner = guard.owner()
-                if owner is None:  # The model is gone.
-                    self.guards.pop(guard, None)
-                    continue
-                for t in tensors:
-                    guard.check(owner, func, t, any(t is one for one in written))
+            for t in tree_leaves((args, kwargs)):
+                if (isinstance(t, torch.Tensor) and type(t).__name__ != "Gradient" and t.layout == torch.strided
+                        and not t.is_meta):
+                    for owner in self.owners:
+                        owner.guard.check(func, t, any(t is one for one in written))
         return func(*args, **(kwargs or {}))
 
 
-class _Modes(threading.local):
-    def __init__(self) -> None:
-        self.mode = _Mode()
+@left_alone
+def _watch(cls: Type[torch.Tensor], func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """__torch_function__() of watched tensors."""
+    name = getattr(func, "__name__", "")
+    with unwatched():
+        if name == "__get__":
+            result = func(*args)
+            return _watch_views(result, {args[0]._forebay}) if type(result) is torch.Tensor else result
+        if name in _NO_OPERATORS:
+            return func(*args, **(kwargs or {}))
+        return _checked(func, name, args, kwargs or {})
 
 
-_modes = _Modes()
+@uncompiled
+def _checked(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    owners = {t._forebay for t in tree_leaves((args, kwargs)) if _is_watched(t)}
+    if name in _READS:
+        for owner in owners:
+            owner.guard.check(name, args[0], False)
+    if name in ("__reduce_ex__", "__deepcopy__") and type(args[0]) is _View:
+        args = (args[0].view_as(args[0]), *args[1:])  # Of torch's class.
+    with _Mode(owners):
+        result = func(*args, **kwargs)
+    return _watch_views(result, owners)
+
+
+class _View(torch.Tensor):
+    """A view of a watched parameter, as detach() and .data make it."""
+
+    __torch_function__ = classmethod(_watch)
+
+
+def _get_gradient(p: nn.Parameter) -> Any:
+    with unwatched():
+        return torch._C.TensorBase.grad.__get__(p)
+
+
+def _set_gradient(p: nn.Parameter, gradient: Any) -> None:
+    with unwatched():
+        torch._C.TensorBase.grad.__set__(p, gradient)
+
+
+# Optimizers, and functions that clip, ask all parameters in each step. This takes a quarter of the time of _watch().
+_gradient = property(_get_gradient, _set_gradient, lambda p: _set_gradient(p, None))
+
+
+@functools.lru_cache(maxsize=None)
+def _watched(plain: Type[nn.Parameter]) -> Type[nn.Parameter]:
+    """The class that a parameter of class `plain` has while it is watched."""
+    facts = {"__torch_function__": classmethod(_watch), "__module__": plain.__module__, "__qualname__": plain.__qualname__,
+             "grad": _gradient}
+    return type(plain)(plain.__name__, (plain,), facts)
+
+
+def _is_watched(t: Any) -> bool:
+    return isinstance(t, torch.Tensor) and getattr(type(t).__torch_function__, "__func__", None) is _watch
+
+
+def _watch_views(result: Any, owners: Set["Sharded"]) -> Any:
+    for t in result if isinstance(result, (tuple, list)) else (result,):
+        if type(t) is torch.Tensor and any(owner.guard.place(t) is not None for owner in owners):
+            t.__class__ = _View
+            t._forebay = next(owner for owner in owners if owner.guard.place(t) is not None)
+    return result
 
 
 class Guard:
-    """Checks the arguments of every operator: from the making of the optimizer to the end of the second step, in the
-    first evaluation, at stage 3 between a step and the next pass, or always. It costs some 10 us an operator."""
+    """Decides which parameters are watched, and checks the operators that get one.
 
-    STEPS = 2  # Reads between the first step and the second are found, as those of averages of weights.
+    At stage 3 a released parameter is watched, at all times. Passes are checked from the making of the optimizer to the end
+    of the second step and in the first evaluation, or always: acquired parameters are watched in them too, because they may
+    not be written, and released ones at every stage.
+    """
+
+    STEPS = 2
 
     def __init__(self, owner: "Sharded", always: bool) -> None:
-        self.owner = weakref.ref(owner, lambda _: self.forget())  # A guard that checks keeps no model alive.
-        self.checks_between = owner.stage == 3 and owner.given.get("check") is not False
-        self.always, self.first, self.first_evaluation = always, True, True
+        self.owner = weakref.ref(owner)
+        self.always = always
+        self.watches_released = always or owner.stage == 3 and owner.given.get("check") is not False
         self.steps = 0
-        self.in_evaluation = self.between = self.compiles = False
-        self.mode: Optional[_Mode] = None  # While it checks.
-        self.places: Dict[int, Tuple[str, List[int]]] = {}
+        self.in_training = self.in_evaluation = False
+        self.first_evaluation = True
+        self.places: Dict[int, Tuple[str, List[Unit]]] = {}
+        self.members: Dict[Unit, List[Tuple[nn.Parameter, type, type, List[Unit]]]] = {unit: [] for unit in owner.units}
+        self.watched: Set[Unit] = set()
+        # torch's transformer layers, and the encoder before it calls them, choose other kernels for a subclass.
+        self.plain_in_passes = [unit for unit in owner.units if any(
+            isinstance(module, (nn.MultiheadAttention, nn.TransformerEncoderLayer)) for module in unit.plan.module.modules())]
         for p, places in owner.places.items():
-            self.places[p.untyped_storage().data_ptr()] = (owner.names[p], [unit for unit, _ in places])
+            units = [owner.units[unit] for unit, _ in places]
+            self.places[p.untyped_storage().data_ptr()] = (owner.names[p], units)
+            if type(p).__torch_function__ is nn.Parameter.__torch_function__:  # Else its class watches it already.
+                for unit in units:
+                    self.members[unit].append((p, type(p), _watched(type(p)), units))
+        self.follow_all()
+
+    # --- when ---
+
+    @property
+    def checks(self) -> bool:
+        """Whether this pass is checked."""
+        return self.always or self.in_evaluation or self.in_training and self.steps < self.STEPS
 
     def is_needed(self) -> bool:
         """Whether some pass is still to be checked."""
-        return self.always or self.first or self.first_evaluation
+        return self.always or self.first_evaluation or self.steps < self.STEPS
+
+    def follow_pass(self) -> None:
+        """A pass of the model begins or ends."""
+        for unit in self.plain_in_passes:
+            self.follow(unit)
 
     def begin_step(self) -> None:
-        if self.first or self.always:
-            self.enter()
+        if not self.in_training:
+            self.in_training = True
+            self.follow_all()
 
     def end_step(self) -> None:
         self.steps += 1
-        self.first = self.steps < self.STEPS
-        if self.first or self.always:
-            return
-        # A read would find values of other units: callbacks that average weights come here, some after many steps.
-        self.between = self.checks_between and not self.compiles
-        if self.between:
-            self.enter()
-        else:
-            self.leave()  # Not within a forward pass, which may be compiled.
-
-    def begin_pass(self) -> None:
-        if not self.between:
-            return
-        self.between = False
-        self.compiles = is_in_compiled_code()
-        if self.compiles:
-            self.mode.guards.pop(self, None)  # The mode itself ends after the step.
-        else:
-            self.leave()
+        if self.steps == self.STEPS:
+            self.follow_all()
 
     def begin_evaluation(self) -> None:
-        if (self.first_evaluation or self.always) and self.mode is None:
+        if self.first_evaluation and not self.in_evaluation:
             self.in_evaluation = True
-            self.enter()
+            self.follow_all()
 
     def end_evaluation(self) -> None:
         if self.in_evaluation:
             self.first_evaluation = self.in_evaluation = False
-            if not self.always:
-                self.leave()
+            self.follow_all()
 
-    def enter(self) -> None:
-        if self.mode is None:
-            self.mode = _modes.mode
-            self.mode.add(self)
+    # --- which ---
 
-    def leave(self) -> None:
-        """Ends the checks."""
-        mode, self.mode = self.mode, None
-        if mode is not None:
-            mode.remove(self)
+    def follow_all(self) -> None:
+        for unit in self.members:
+            self.follow(unit)
 
-    def forget(self) -> None:
-        """The model is gone."""
-        if not is_in_compiled_code():
-            self.leave()
+    def follow(self, unit: "Unit") -> None:
+        """Watches the parameters of a unit, or ends it, after it was acquired or released."""
+        if self.wants(unit) == (unit in self.watched):
+            return
+        if unit in self.watched:
+            self.watched.discard(unit)
+            for p, plain, _, _ in self.members[unit]:
+                p.__class__ = plain
+            return
+        self.watched.add(unit)
+        for p, _, watched, units in self.members[unit]:
+            if len(units) == 1 or self.watched.issuperset(units):
+                p.__class__ = watched
 
-    def check(self, owner: "Sharded", func: Any, t: torch.Tensor, is_written: bool) -> None:
-        name, indices = self.places.get(t.untyped_storage().data_ptr(), ("", []))
-        units = [owner.units[i] for i in indices]
+    def wants(self, unit: "Unit") -> bool:
+        owner = self.owner()
+        if owner.writing or owner.depth and unit in self.plain_in_passes:
+            return False
+        if not unit.held:
+            return self.watches_released or self.checks
+        # The compiler takes no graph of watched parameters.
+        return (self.checks and not owner.readers and torch._C._current_graph_task_id() == -1
+                and not ("torch._dynamo" in sys.modules and is_in_compiled_code()))
+
+    # --- the check ---
+
+    def place(self, t: torch.Tensor) -> Optional[Tuple[str, List["Unit"]]]:
+        """Name and units of the parameter whose memory the tensor has."""
+        try:
+            return self.places.get(t.untyped_storage().data_ptr())
+        except (NotImplementedError, RuntimeError):  # Tensors of vmap() and the like have none.
+            return None
+
+    def check(self, func: Any, t: torch.Tensor, is_written: bool) -> None:
+        name, units = self.place(t) or ("", [])
         if not units:
             return
         if not any(unit.held for unit in units):
-            self.make_resident(owner, func, name, units[0])
+            self.make_resident(func, name, units[0])
         if is_written:
             raise InvalidArgument(f"{func} writes {name} within a pass; weights of a sharded model change in optimizer.step() "
                                   "only, so write them within forebay.gathered(model, write=True), after the step")
 
-    @staticmethod
-    def make_resident(owner: "Sharded", func: Any, name: str, unit: Any) -> None:
-        if not owner.make_resident(unit):
+    def make_resident(self, func: Any, name: str, unit: "Unit") -> None:
+        if not self.owner().make_resident(unit):
             raise InvalidArgument(
                 f"{func} reads {name} of unit {unit.name} outside of the forward and backward pass of its module; read "
                 "it within forebay.gathered(model), or name the module that uses it in shard(units=[...]), or its owner in "
@@ -165,7 +246,7 @@ class Guard:
                       f"whole pass of the model; shard(resident=[\"{unit.name}\"]) says the same")
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> List[Any]:
+def _written(func: Any, args: Any, kwargs: Any) -> Sequence[Any]:
     """The arguments that the operator writes."""
     found = []
     for i, argument in enumerate(func._schema.arguments):

@@ -14,7 +14,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from forebay import core
 from forebay._library import InvalidArgument, Unsupported
 from forebay.torch import describe
+from forebay.torch.guard import unwatched
 from forebay.torch.sharded import Sharded
+from forebay.torch.uncompiled import uncompiled
 
 # The engine's rules (its option `optimizer`), and the values that each takes from a parameter group.
 _RULES: Dict[str, Dict[str, Any]] = {
@@ -176,13 +178,15 @@ class Optimizer(torch.optim.Optimizer):
             self.grad_norm = None if result.skipped else self.sharded.norm
         return loss
 
+    @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients since the last step."""
         if self.sharded.tasks:
             self.sharded.recover()
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.grad = None
+        with unwatched():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.grad = None
 
     @property
     def loss_scale(self) -> float:

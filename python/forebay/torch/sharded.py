@@ -84,13 +84,24 @@ class Unit:
         self.owner, self.index, self.plan, self.name = owner, index, plan, plan.name
         self.frozen: List[bool] = []  # Its own parameters.
         self.trainable = 0  # Those that have gradients.
-        self.held = 0  # Acquisitions that are alive.
+        self._held = 0
         self.calls: Set[_Call] = set()  # In their backward pass.
         self.in_backward = False
         self.forwards = 0  # Forward passes of this micro-step without a backward pass.
         self.backwards = 0  # Acquisitions of the last backward pass.
         self.task, self.pending = -1, 0
         self.frames: List[Optional[_Call]] = []
+
+    @property
+    def held(self) -> int:
+        """Acquisitions that are alive."""
+        return self._held
+
+    @held.setter
+    def held(self, count: int) -> None:
+        self._held = count
+        if self.owner.guard is not None:
+            self.owner.guard.follow(self)
 
     @property
     def is_read_by_others(self) -> bool:
@@ -285,10 +296,12 @@ class Sharded:
 
     def refuse_replaced(self) -> None:
         """Errors: InvalidArgument for a parameter that its module no longer has."""
-        for parameters, name, p, shape in self.owners:
-            if p.shape != shape:
-                raise InvalidArgument(f"parameter {self.names[p]} has shape {list(p.shape)}, and had {list(shape)} at shard(); change it, "
-                                      "as by resize_token_embeddings(), before shard()")
+        with guard.unwatched():
+            changed = next(((p, shape) for _, _, p, shape in self.owners if p.shape != shape), None)
+        if changed is not None:
+            raise InvalidArgument(f"parameter {self.names[changed[0]]} has shape {list(changed[0].shape)}, and had {list(changed[1])} at "
+                                  "shard(); change it, as by resize_token_embeddings(), before shard()")
+        for parameters, name, p, _ in self.owners:
             if parameters.get(name) is not p:
                 raise InvalidArgument(_REPLACED.format(self.names[p]))
         self.refuse_moved(self.parameters)
@@ -300,11 +313,11 @@ class Sharded:
         """
         if self.writing or self.engine is None:
             return
-        if parameters is self.parameters and list(map(_ADDRESS, parameters)) == self.addresses and all(map(_IS_DENSE, parameters)):
-            return
-        for p in parameters:
-            if p.data_ptr() == self.homes[p].data_ptr() and p.is_contiguous():
-                continue
+        with guard.unwatched():
+            if parameters is self.parameters and list(map(_ADDRESS, parameters)) == self.addresses and all(map(_IS_DENSE, parameters)):
+                return
+            moved = [p for p in parameters if p.data_ptr() != self.homes[p].data_ptr() or not p.is_contiguous()]
+        for p in moved:
             if getattr(p, "_forebay", None) is not self:  # As after torch.utils.swap_tensors().
                 raise InvalidArgument(_REPLACED.format(self.names[p]))
             if not adopts:
@@ -463,7 +476,7 @@ class Sharded:
         if self.depth == 1:
             self.pass_has_gradients = torch.is_grad_enabled()
             if self.guard is not None:
-                self.guard.begin_pass()
+                self.guard.follow_pass()
             self.refuse_replaced()
             if self.pass_has_gradients:
                 self.give_up_void_step()
@@ -492,6 +505,7 @@ class Sharded:
             self.passing.clear()
             if self.guard is not None:
                 self.guard.end_evaluation()
+                self.guard.follow_pass()
 
     def is_elsewhere(self) -> bool:
         """The model is being called, and not in this thread. The threads of autograd belong to the one that waits for them."""
@@ -640,7 +654,8 @@ class Sharded:
 
     def freezing(self) -> List[nn.Parameter]:
         """The parameters of which requires_grad differs from the engine's."""
-        return [p for p, frozen in zip(self.parameters, self.frozen) if p.requires_grad == frozen]
+        with guard.unwatched():
+            return [p for p, frozen in zip(self.parameters, self.frozen) if p.requires_grad == frozen]
 
     def freeze(self) -> None:
         """Follows requires_grad, between steps. Collective."""
@@ -660,7 +675,8 @@ class Sharded:
 
         Errors: Unsupported where it did so for a part of them, or replaced one.
         """
-        changed = [p for p, gradient in self.stand_ins.items() if p.grad is not gradient or gradient.is_zero]
+        with guard.unwatched():
+            changed = [p for p, gradient in self.stand_ins.items() if p.grad is not gradient or gradient.is_zero]
         if not changed:
             return False
         replaced = next((p for p in changed if p.grad is not None and p.grad is not self.stand_ins[p]), None)
@@ -695,7 +711,8 @@ class Sharded:
     def begin_backward(self) -> None:
         self.commit()
         if self.stepped:
-            self.adds_to_last = any(p.grad is not None for p in self.stand_ins)
+            with guard.unwatched():
+                self.adds_to_last = any(p.grad is not None for p in self.stand_ins)
         self.stepped = False
         # The forward passes of this graph, if it is of an earlier micro-step: those that no backward pass has used, or, if the
         # graph was retained, as many as its last backward pass used.
@@ -714,8 +731,7 @@ class Sharded:
                     self.release(unit)
         for unit in self.units:
             unit.backwards = 0
-        for p in self.stand_ins:
-            p.grad = None
+        self.clear_stand_ins()
         self.norm = None
 
     def leave_backward(self, task: int) -> None:
@@ -728,9 +744,15 @@ class Sharded:
             unit.end_backward()
         self.backward_over = True
         self.norm = None
-        for p, gradient in self.stand_ins.items():
-            gradient.factor, gradient.is_zero = 1.0, False
-            p.grad = gradient
+        with guard.unwatched():
+            for p, gradient in self.stand_ins.items():
+                gradient.factor, gradient.is_zero = 1.0, False
+                p.grad = gradient
+
+    def clear_stand_ins(self) -> None:
+        with guard.unwatched():
+            for p in self.stand_ins:
+                p.grad = None
 
     def take_gradient(self, p: nn.Parameter) -> None:
         """Copies a gradient of autograd to the engine."""
@@ -871,8 +893,7 @@ class Sharded:
             unit.held, unit.in_backward, unit.forwards = 0, False, 0
         self.in_step = self.has_gradients = self.adds_to_last = self.norm_taken = False
         self.tasks.clear()
-        for p in self.stand_ins:
-            p.grad = None
+        self.clear_stand_ins()
 
     def between_steps(self) -> None:
         """Makes sure that no step is open. Errors: InvalidArgument while gradients wait for the optimizer."""

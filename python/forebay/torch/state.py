@@ -197,6 +197,7 @@ def gathered(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
     sharded.refuse_moved(sharded.parameters, adopts=True)
     values: Dict[nn.Parameter, torch.Tensor] = {}
     sharded.writing = True
+    sharded.guard.follow_all()
     try:
         for unit in sharded.units:
             with sharded.reading([unit]), torch.no_grad():
@@ -208,9 +209,10 @@ def gathered(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
             yield model
         values = {p: p.data for p in values}
     finally:
-        sharded.writing = False
         for p, home in sharded.homes.items():
             p.data = home
+        sharded.writing = False
+        sharded.guard.follow_all()
         sharded.end_evaluation()  # Passes and state_dict() within.
     for p, value in values.items():
         if value.shape != p.shape:

@@ -31,6 +31,13 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def left_alone(function: Callable[..., Any]) -> Callable[..., Any]:
+    """As uncompiled(), without a wrapper, for a function that is short and called often. The functions that it calls are compiled."""
+    function._torchdynamo_disable = True
+    after_import("torch._dynamo.eval_frame", lambda module: module.skip_code(function.__code__))
+    return function
+
+
 def calls_on_stack(module: nn.Module, thread: Optional[int] = None) -> int:
     """How often `module` is being called in this thread, or in that of this number; many where compiled code hides it."""
     count, frame = 0, sys._getframe() if thread is None else sys._current_frames().get(thread)
