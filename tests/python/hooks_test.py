@@ -953,6 +953,18 @@ class Guard(unittest.TestCase):
             results.append(seen)
         self.assertEqual(*results)
 
+    def test_a_graph_of_the_backward_pass_is_refused_at_each_step(self):
+        model = Reader()
+        model.forward = lambda x: model.second(torch.tanh(model.first(x))).sum()
+        optimizer = adamw(sharded(model, units=["Linear"]))
+        for step in range(4):
+            x = torch.ones(2, 4, requires_grad=True)
+            with self.assertRaisesRegex(forebay.Unsupported, r"create_graph=True.*shard\(stage=2\)"):
+                torch.autograd.grad(model(x), x, create_graph=True)
+            optimizer.zero_grad()
+            train(model, optimizer, 1, torch.ones(2, 4))
+        self.assertTrue(released(model))
+
     def test_contexts_of_the_program_leave_torch_as_it_was(self):
         """torch.inference_mode() saves the dispatch keys of its thread, and brings them back at its end."""
         def made(steps):

@@ -720,6 +720,32 @@ class OneRank(unittest.TestCase):
             results.append(seen)
         self.close(*results)
 
+    def test_penalties_on_gradients(self):
+        """Below stage 3 weights stay, so a backward pass over a backward pass finds them."""
+        def trained(**options):
+            torch.manual_seed(0)
+            model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+            optimizer = forebay.AdamW(forebay.shard(model, **options)) if options else contract.AdamW(model.parameters(), lr=1e-3)
+            seen = []
+            for step in range(6):
+                x = torch.full((2, 4), 0.1 * step + 0.1, requires_grad=True)
+                y = model(x)
+                loss = (y - 1).square().mean()
+                if step % 2 == 0:
+                    gradient, = torch.autograd.grad(y.sum(), x, create_graph=True)
+                    loss = loss + gradient.square().sum()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                seen.append(loss.item())
+            return seen
+
+        expected = trained()
+        for stage in (0, 1, 2):
+            self.close(trained(stage=stage), expected)
+        with self.assertRaisesRegex(forebay.Unsupported, r"create_graph=True.*use shard\(stage=2\)"):
+            trained(stage=3)
+
     def test_weights_with_fewer_bytes_than_their_shape_are_refused(self):
         original = models.make()
         with tempfile.TemporaryDirectory() as directory:

@@ -69,6 +69,7 @@ class _Call:
         self.task, self.outputs_left, self.inputs_done = task, self.outputs, not self.has_inputs
 
     def output_gradient(self, _: torch.Tensor) -> None:
+        self.unit.owner.refuse_double_backward()
         task = self.unit.owner.enter_backward()
         if self.task != task:
             self.start(task)
@@ -698,6 +699,13 @@ class Sharded:
 
     # --- backward passes ---
 
+    def refuse_double_backward(self) -> None:
+        """Errors: Unsupported where the backward pass makes a graph: its own backward pass would read released weights."""
+        if self.stage == 3 and torch.is_grad_enabled():
+            raise Unsupported("this backward pass makes a graph of its own (create_graph=True), and at stage 3 the weights that its "
+                              "backward pass reads are released by then; use shard(stage=2), where weights stay, or leave "
+                              "create_graph=True out")
+
     def enter_backward(self) -> int:
         """Notes that the engine of autograd runs; the number of its pass."""
         task = _task()
@@ -761,8 +769,9 @@ class Sharded:
             self.note_gradient(p)
             return
         if gradient.requires_grad:
-            raise Unsupported(f"the gradient of {self.names[p]} has a graph of its own (create_graph=True); forebay "
-                              "does not differentiate twice, so use torch.autograd.grad() on activations instead")
+            raise Unsupported(f"the gradient of {self.names[p]} has a graph of its own (create_graph=True), and gradients of a sharded "
+                              "model lie in shards; leave create_graph=True out of backward(). For a penalty on gradients of inputs "
+                              "give shard(stage=2) and use torch.autograd.grad(loss, inputs, create_graph=True)")
         if gradient.layout != torch.strided:
             raise Unsupported(f"the gradient of {self.names[p]} is sparse; make the embedding with sparse=False")
         task = self.enter_backward()
