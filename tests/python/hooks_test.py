@@ -642,8 +642,6 @@ class Optimizers(unittest.TestCase):
                 optimizer.param_groups[1].update(before)
             optimizer.param_groups[1].update(adjust_lr_fn="original", ns_coefficients=[3.4445, -4.7750, 2.0315])
             optimizer.step()
-        for one in (model._forebay, optimizer.sharded):
-            one.guard.leave()
 
     def test_the_rule_of_an_optimizer(self):
         class Lion(torch.optim.Optimizer):

@@ -312,13 +312,12 @@ class Loops(unittest.TestCase):
         for stage in STAGES:
             for change in (assign, assign_all, turn, use):
                 for steps in (0, 3):
-                    model = forebay.shard(make(), stage=stage)
+                    model = forebay.shard(make(), stage=stage, check=False)
                     optimizer = forebay.AdamW(model, lr=0.05)
                     for step in range(steps):
                         model(inputs(step)).square().sum().backward()
                         optimizer.step()
                         optimizer.zero_grad()
-                    model._forebay.guard.leave()
                     change(model)
                     with tempfile.TemporaryDirectory() as directory:
                         for call in (lambda: model(inputs(0)), optimizer.step, model.state_dict, lambda: forebay.save(model, directory),
@@ -326,7 +325,6 @@ class Loops(unittest.TestCase):
                             with self.assertRaisesRegex(forebay.InvalidArgument, r"[02]\.weight was given another tensor, as by p\.data = "
                                                         r".* write values by p\.data\.copy_.* within forebay\.gathered\(model, write=True"):
                                 call()
-                    model._forebay.guard.leave()
 
     def test_tensors_that_were_assigned_are_taken_over(self):
         def loop(model, sgd, within):
@@ -356,7 +354,6 @@ class Loops(unittest.TestCase):
         for call in (lambda: model(inputs(0)), lambda: forebay.gathered(model, write=True).__enter__()):
             with self.assertRaisesRegex(forebay.InvalidArgument, r"2\.weight was replaced or removed after shard"):
                 call()
-        model._forebay.guard.leave()
 
     def test_a_pass_in_another_thread_is_refused_and_leaves_the_first_one_whole(self):
         def loop(model, adamw):
