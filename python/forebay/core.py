@@ -658,7 +658,7 @@ def plan(model: Any, ranks: int = 1, **options: Any) -> Report:
     if hasattr(model, "named_parameters"):
         from forebay.torch import describe
         options = describe.with_config(model, options, ranks)[0]
-        with Engine(size=ranks, **describe.planned_options(model, options)) as engine:
+        with Engine(size=ranks, **describe.engine_options(describe.planned_options(model, options))) as engine:
             describe.describe(engine, describe.find_units(model, options.get("units"), options.get("resident") or ()))
             return engine.report()
     with Engine(size=ranks, **options) as engine:

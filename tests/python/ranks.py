@@ -57,6 +57,13 @@ def clear(options):
     return {"rank": RANK, "digest": forebay.digest(made)}
 
 
+def transport(options):
+    """The transport between the ranks."""
+    made = forebay.shard(models.make(), **options)
+    models.train(made, forebay.AdamW(made, lr=1e-2), steps=1, rank=RANK)
+    return {"rank": RANK, "transport": made._forebay.engine.communicator.report()["name"]}
+
+
 def alone(options):
     """Rank 0 alone reads the values."""
     made = forebay.shard(models.make(), **options)

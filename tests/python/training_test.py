@@ -541,6 +541,10 @@ class OneRank(unittest.TestCase):
                     forebay.restore(model, directory)
                 self.assertEqual(forebay.digest(model), before)
 
+    def test_the_transport_changes_no_plan(self):
+        plans = [forebay.plan(torch.nn.Linear(2, 2), **options)["plan"] for options in ({}, {"communicator": "gloo"})]
+        self.assertEqual(*plans)
+
     def test_more_backward_passes_than_a_step_has(self):
         model = forebay.shard(torch.nn.Linear(2, 2), stage=1, micro_steps=2)
         optimizer = forebay.AdamW(model)
@@ -1044,6 +1048,11 @@ class SeveralRanks(unittest.TestCase):
             for a, b in zip(one["seen"], losses):
                 self.assertLessEqual(abs(a - b), 1e-6 * abs(b))
 
+
+    def test_the_option_communicator_chooses_the_transport(self):
+        for name in ("gloo", "shm"):
+            for one in torchrun(2, kind="transport", options={"stage": 1, "communicator": name}):
+                self.assertEqual(one["transport"], name)
 
     def test_gradients_that_are_cleared_before_the_step(self):
         digests = [one["digest"] for stage in (0, 3) for one in torchrun(2, kind="clear", options={"stage": stage})]

@@ -190,6 +190,11 @@ def planned_options(model: nn.Module, options: Dict[str, Any]) -> Dict[str, Any]
     return given
 
 
+def engine_options(options: Dict[str, Any]) -> Dict[str, Any]:
+    """Without the transport between ranks: an engine is given a communicator that has it."""
+    return {name: value for name, value in options.items() if name != "communicator"}
+
+
 # Backward passes in one step, at most. A step ends after any smaller number.
 MICRO_STEPS_MAX = 1024
 

@@ -351,7 +351,8 @@ class Sharded:
         name = "host" if self.device.type == "cpu" else f"cuda:{self.device.index or 0}"
         options = {**self.options, "optimizer": self.rule}
         device = core.Device(name, **options)
-        return core.Engine(device, _communicator(device, self.given.get("store"), options), **options)
+        communicator = _communicator(device, self.given.get("store"), options)
+        return core.Engine(device, communicator, **describe.engine_options(options))
 
     def commit(self, groups: Optional[Sequence[Dict[str, Any]]] = None, rule: Optional[str] = None) -> None:
         """Makes the engine, moves all values there and binds the parameters to its memory. Collective.
