@@ -56,6 +56,10 @@ class InputOutputError(Error, OSError):
     code = 5
 
 
+class NoSuchFile(InputOutputError, FileNotFoundError):
+    """There is no file of that name."""
+
+
 class Timeout(Error, TimeoutError):
     """A deadline passed."""
 
@@ -319,6 +323,16 @@ class Library:
         if self.abi() != ABI:
             raise Unavailable(f"{path} has ABI {self.abi()}, and this package needs {ABI}. Install both from "
                               "one version.")
+
+
+def open_to_read(path: Any, mode: str = "r", **options: Any) -> Any:
+    """open(). Errors: InputOutputError; where there is no such file it is a FileNotFoundError too."""
+    try:
+        return open(path, mode, **options)
+    except FileNotFoundError as error:
+        raise NoSuchFile(f"cannot read {path}: {error.strerror}; give the path of a file that is there") from None
+    except OSError as error:
+        raise InputOutputError(f"cannot read {path}: {error.strerror}; give the path of a file that may be read") from None
 
 
 def file_of_wheel(name: str, variable: str) -> str:

@@ -45,7 +45,7 @@ def _text(value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, (list, tuple)):
-        return ",".join(os.fspath(part) for part in value)
+        return ",".join(os.fspath(part) if isinstance(part, os.PathLike) else str(part) for part in value)
     return str(value)
 
 
@@ -655,6 +655,8 @@ def plan(model: Any, ranks: int = 1, **options: Any) -> Report:
     """
     if not isinstance(ranks, numbers.Integral) or ranks < 1:
         raise InvalidArgument(f"ranks is {ranks!r}; use a whole number of 1 or more")
+    if "size" in options:
+        raise InvalidArgument("plan() has `ranks` for the number of ranks; give it in place of size")
     if hasattr(model, "named_parameters"):
         from forebay.torch import describe
         options = describe.with_config(model, options, ranks)[0]
@@ -677,7 +679,7 @@ def _config_text(config: Any) -> str:
     path = os.path.join(config, "config.json") if os.path.isdir(config) else config
     if os.path.exists(path) and not os.path.isfile(path):
         raise InvalidArgument(f"{path} is no regular file; give config.json or the directory that has it")
-    with open(path, encoding="utf-8") as file:
+    with _library.open_to_read(path, encoding="utf-8") as file:
         return file.read()
 
 

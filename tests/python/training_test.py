@@ -545,6 +545,40 @@ class OneRank(unittest.TestCase):
         plans = [forebay.plan(torch.nn.Linear(2, 2), **options)["plan"] for options in ({}, {"communicator": "gloo"})]
         self.assertEqual(*plans)
 
+    def test_options_that_have_no_effect_on_a_model_are_refused_with_the_place_where_they_have_one(self):
+        for options, remedy in (({"beta1": 0.1}, r"forebay\.AdamW\(model, .*betas="), ({"betas": (0.1, 0.2)}, r"forebay\.AdamW"),
+                                ({"epsilon": 1.0}, "eps="), ({"lr": 3}, "lr="), ({"weight_decay": 1}, "weight_decay="),
+                                ({"size": 4}, "WORLD_SIZE"), ({"rank": 0}, "torchrun"), ({"arena_limit": "1KiB"}, "`memory`"),
+                                ({"pinned_limit": 1}, "offload_staging"), ({"activation_tier": "cpu"}, "offload_activations"),
+                                ({"activation-leases": 2}, "offload_activations"), ({"store_checksums": False}, "offload_tier"),
+                                ({"order_of_units": "strict"}, "leave the option out"), ({"device": "meta"}, "use cpu, or cuda:0"),
+                                ({"device": "nonsense"}, "nonsense; use cpu")):
+            with self.subTest(options), self.assertRaisesRegex(forebay.InvalidArgument, f"^{next(iter(options)).replace('-', '_')} is .*{remedy}"):
+                forebay.shard(torch.nn.Linear(2, 2), **options)
+            if "device" not in options:
+                with self.assertRaisesRegex(forebay.InvalidArgument, remedy if "size" not in options else "ranks"):
+                    forebay.plan(torch.nn.Linear(2, 2), **options)
+        with self.assertRaisesRegex(forebay.Unsupported, "set_detect_anomaly"):
+            forebay.shard(torch.nn.Linear(2, 2), find_non_finite=True)
+        model = forebay.shard(torch.nn.Linear(2, 2), store_prefix="mine", order_of_units="recorded", beta1=None, device="cpu")
+        self.assertEqual(len(forebay.digest(model)), 32)
+        with self.assertRaisesRegex(forebay.InvalidArgument, "ranks"):
+            forebay.plan({}, size=3)
+        with self.assertRaisesRegex(forebay.InvalidArgument, "offload-tier is '1,2'"):
+            forebay.shard(torch.nn.Linear(2, 2), offload_tier=(1, 2))
+
+    def test_files_that_are_not_there_are_errors_of_forebay(self):
+        model = forebay.shard(torch.nn.Linear(2, 2))
+        with tempfile.TemporaryDirectory() as directory:
+            missing = os.path.join(directory, "missing")
+            for call in (lambda: forebay.load(model, missing), lambda: forebay.plan(missing)):
+                for kind in (forebay.InputOutputError, FileNotFoundError):
+                    with self.assertRaisesRegex(kind, f"cannot read {missing}: No such file"):
+                        call()
+            os.symlink("loop", os.path.join(directory, "loop"))
+            with self.assertRaisesRegex(forebay.InputOutputError, "cannot read .*loop: Too many levels"):
+                forebay.load(model, os.path.join(directory, "loop"))
+
     def test_more_backward_passes_than_a_step_has(self):
         model = forebay.shard(torch.nn.Linear(2, 2), stage=1, micro_steps=2)
         optimizer = forebay.AdamW(model)

@@ -23,9 +23,10 @@ def shard(model: nn.Module, **options: Any) -> nn.Module:
     Returns the same module. Parameters keep their object, shape, dtype and device; from the making of the optimizer
     on they lie in forebay's memory. All ranks call it with the same model and values.
 
-    Options: every option of the C interface by name with underscores: stage (0 to 3), offload ("none", "optimizer",
-    "optimizer+parameters"), offload_tier ("cpu", "nvme:DIR"), dtype ("fp32", "bf16", "fp16"; default: the model's),
-    bucket, memory, save_async, ...; forebay.Options().list() explains all. And of this function:
+    Options: those of the C interface for an engine, its device and its ranks, by name with underscores: stage (0 to 3),
+    offload ("none", "optimizer", "optimizer+parameters"), offload_tier ("cpu", "nvme:DIR"), dtype ("fp32", "bf16", "fp16";
+    default: the model's), bucket, memory, save_async, communicator, ...; forebay.Options().list() explains all. And of this
+    function:
       units      classes, names or modules that are gathered as one; default: the class that repeats most in a
                  ModuleList. A unit covers its submodules.
       resident   the same; their parameters are gathered for the whole pass.

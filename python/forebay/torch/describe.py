@@ -17,6 +17,18 @@ DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 # The options of shard() that are its own. All others are those of the C interface.
 OWN_OPTIONS = ("units", "resident", "check", "device", "store", "config")
+# Options that have no effect on a sharded model, or groups of them by the beginning of their names, and where they have one.
+_OPTIMIZERS = "give it to the optimizer, as in forebay.AdamW(model, lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)"
+_LAUNCHERS = ("the launcher gives it: start the ranks with torchrun, or set RANK and WORLD_SIZE; forebay.plan() has `ranks` for a "
+              "number of them")
+_ELSEWHERE = {
+    **dict.fromkeys(("lr", "beta1", "beta2", "betas", "eps", "epsilon", "momentum", "weight_decay"), _OPTIMIZERS),
+    **dict.fromkeys(("size", "rank"), _LAUNCHERS),
+    "arena_": "it is one of forebay.Arena; `memory` bounds the device memory of a rank",
+    "pinned_": "it is one of forebay.PinnedPool; the plan has the pinned memory, and offload_fraction and offload_staging change it",
+    "activation_": "give it to forebay.offload_activations(model), where activation_tier is `tier`",
+    "store_": "it is one of the C interface's file stores; the files of a model's states are offload_tier=\"nvme:DIR\"",
+}
 # Modules that read the parameters of their children without calling them, some in evaluation only.
 FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 # Classes that do a part of shard()'s work.
@@ -179,9 +191,22 @@ def with_config(model: nn.Module, options: Dict[str, Any],
 
 
 def planned_options(model: nn.Module, options: Dict[str, Any]) -> Dict[str, Any]:
-    """The options of an engine for this model: those of shard() without its own, with defaults."""
+    """The options of an engine for this model: those of shard() without its own, with defaults.
+
+    Errors: InvalidArgument for options without an effect on it, with the place where they have one.
+    """
     if options.get("find_non_finite"):
         raise Unsupported("find_non_finite: its finding does not reach Python; use torch.autograd.set_detect_anomaly(True)")
+    for option, value in options.items():
+        name = option.replace("-", "_")
+        remedy = next((text for begin, text in _ELSEWHERE.items()
+                       if name == begin or begin.endswith("_") and name.startswith(begin)), None)
+        if remedy is not None and value is not None and name != "store_prefix":
+            raise InvalidArgument(f"{name} is no option of a sharded model; {remedy}")
+    order = options.get("order_of_units")
+    if order is not None and str(order).partition(":")[0] != "recorded":
+        raise InvalidArgument(f"order_of_units is {order}, and a model's passes have any order and any number of micro-steps; leave the "
+                              "option out")
     given = {name: value for name, value in options.items() if name not in OWN_OPTIONS}
     given["dtype"] = DTYPES[model_dtype(model, given.get("dtype"))]
     given.setdefault("order_of_units", "recorded")
@@ -193,6 +218,17 @@ def planned_options(model: nn.Module, options: Dict[str, Any]) -> Dict[str, Any]
 def engine_options(options: Dict[str, Any]) -> Dict[str, Any]:
     """Without the transport between ranks: an engine is given a communicator that has it."""
     return {name: value for name, value in options.items() if name != "communicator"}
+
+
+def device_of(device: Any) -> torch.device:
+    """Errors: InvalidArgument for a device that holds no values of a sharded model."""
+    try:
+        made = torch.device(device)
+    except (RuntimeError, TypeError):
+        made = None
+    if made is None or made.type not in ("cpu", "cuda"):
+        raise InvalidArgument(f"device is {device}; use cpu, or cuda:0 and the like, where the values are to be")
+    return made
 
 
 # Backward passes in one step, at most. A step ends after any smaller number.

@@ -242,7 +242,7 @@ class Sharded:
             raise InvalidArgument(f"parameters are on {', '.join(map(str, devices))}; move the model to one device "
                                   "before shard()")
         self.refuse_overlap()
-        self.device = torch.device(options.get("device") or next(iter(devices), "cpu"))
+        self.device = describe.device_of(options.get("device") or next(iter(devices), "cpu"))
         self.engine: Optional[core.Engine] = None
         # A call into the engine that has not been noted here: of a unit, or True. See catch_up().
         self.calling: Union[Unit, bool, None] = None

@@ -19,7 +19,7 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
 import torch
 from torch import nn
 
-from forebay._library import InvalidArgument, Unsupported
+from forebay._library import InvalidArgument, Unsupported, open_to_read
 from forebay.torch.optimizer import sharded_of
 from forebay.torch.sharded import Sharded
 
@@ -257,7 +257,7 @@ def read_safetensors(path: Path) -> Iterator[Tuple[str, torch.Tensor]]:
             found[name] = value
         return found
 
-    with open(path, "rb", opener=_open_file) as file:
+    with open_to_read(path, "rb", opener=_open_file) as file:
         facts = os.fstat(file.fileno())
         size = facts.st_size
         if not stat.S_ISREG(facts.st_mode):
@@ -302,7 +302,8 @@ def load(model: nn.Module, path: Path) -> List[str]:
     """Loads weights and buffers from a safetensors file, or from all such files of a directory, one tensor at a time.
 
     The model may have been on the meta device. The names in the files that the model does not have are returned.
-    Errors: InvalidArgument for a shape that differs, for a name that two files have, and for parameters that no file has.
+    Errors: InvalidArgument for a shape that differs, for a name that two files have, and for parameters that no file has;
+    InputOutputError for a file that cannot be read.
     """
     sharded = sharded_of(model)
     if not sharded.writing and (sharded.engine is not None or any(p.is_meta for p in sharded.parameters)):
