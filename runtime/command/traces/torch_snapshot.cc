@@ -37,6 +37,21 @@ Action parse_action(std::string_view text) {
   return Action::kOther;
 }
 
+// Characters of a path or function name that are looked at: the longest path of Linux. Smaller: long names of
+// C++ are taken for others. Larger: a name that thousands of frames share takes longer.
+constexpr std::size_t kLookedAtMax = 4096;
+
+// The end of a path.
+std::string_view path_of(const PickleValue& file) {
+  const std::string_view path = Pickle::text_of(file);
+  return path.substr(path.size() - std::min(path.size(), kLookedAtMax));
+}
+
+// The beginning of a function's name; empty where the frame has none.
+std::string_view function_of(const PickleValue* name) {
+  return name == nullptr ? std::string_view() : Pickle::text_of(*name).substr(0, kLookedAtMax);
+}
+
 // The last part of a path of Linux or Windows, after the package directories that say nothing.
 std::string_view short_path(std::string_view path) {
   for (const std::string_view packages : {"site-packages", "dist-packages"}) {
@@ -160,8 +175,7 @@ class DeviceReader {
       const PickleValue* file = pickle_.find(frame, "filename");
       if (file == nullptr) continue;
       const PickleValue* function = pickle_.find(frame, "name");
-      const int rank = frame_rank(Pickle::text_of(*file),
-                                  function == nullptr ? std::string_view() : Pickle::text_of(*function));
+      const int rank = frame_rank(path_of(*file), function_of(function));
       if (rank <= chosen_rank) continue;
       chosen = &frame;
       chosen_rank = rank;
@@ -170,13 +184,13 @@ class DeviceReader {
     if (chosen != nullptr) {
       const PickleValue* file = pickle_.find(*chosen, "filename");
       const PickleValue* function = pickle_.find(*chosen, "name");
-      const std::string_view name = function == nullptr ? std::string_view() : Pickle::text_of(*function);
+      const std::string_view name = function_of(function);
       std::uint64_t line = 0;
       std::string text;
       if (chosen_rank == kAutogradRank) {
         text = std::string(autograd_node(name).substr(0, kNameLimit)) + " (backward pass)";
       } else {
-        text = short_path(Pickle::text_of(*file)).substr(0, kNameLimit);
+        text = short_path(path_of(*file)).substr(0, kNameLimit);
         if (number(*chosen, "line", &line) && line > 0) text += ":" + std::to_string(line);
         if (!name.empty()) text += " " + std::string(name.substr(0, kNameLimit));
       }

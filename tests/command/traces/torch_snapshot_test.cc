@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <fstream>
 #include <iterator>
 #include <string>
@@ -169,6 +170,43 @@ TEST(TorchSnapshot, NamesOfBlocksArePrintable) {
   EXPECT_EQ(holder_of({{"/home/u/model.py", "forward", 0}}), "model.py forward");
   EXPECT_EQ(holder_of({{"/v/site-packages", "call"}}), "site-packages:7 call");
   EXPECT_EQ(holder_of({{"??", "mine::Thing::apply(int)"}}), "??:7 mine::Thing::apply(int)");
+}
+
+TEST(TorchSnapshot, ThousandsOfFramesMayShareALongName) {
+  constexpr std::string_view kKeep("q\x07", 2), kKept("h\x07", 2);
+  PickleWriter writer;
+  writer.begin_dict()
+      .text("segments")
+      .empty_list()
+      .text("device_traces")
+      .begin_list()
+      .begin_list()
+      .begin_dict();
+  writer.entry("action", "alloc")
+      .entry("addr", 4096)
+      .entry("size", 512)
+      .entry("stream", 0)
+      .text("frames")
+      .begin_list();
+  for (int i = 0; i < 3000; ++i) {
+    writer.begin_dict().text("filename");
+    i == 0 ? writer.text(std::string(std::size_t{1} << 20, 'n')).raw(kKeep) : writer.raw(kKept);
+    writer.text("name").raw(kKept).end_dict();
+  }
+  writer.end_list().end_dict().end_list().end_list().end_dict();
+  const std::string text = writer.finish();
+  const auto begin = std::chrono::steady_clock::now();
+
+  const AllocationTrace trace = parse(text);
+
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(10))
+      << "it is searched for each frame";
+  EXPECT_EQ(trace.holders.at(trace.blocks.at(0).holder), std::string(120, 'n') + " " + std::string(120, 'n'));
+}
+
+TEST(TorchSnapshot, TheEndOfALongPathCounts) {
+  const std::string path = "/" + std::string(10'000, 'd') + "/model.py";
+  EXPECT_EQ(holder_of({{path.c_str(), "forward"}, {"/home/u/train.py", "main"}}), "model.py:7 forward");
 }
 
 TEST(TorchSnapshot, ABlockOfTheBackwardPassIsNamedAfterItsAutogradNode) {
