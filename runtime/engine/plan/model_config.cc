@@ -89,6 +89,24 @@ Result<TransformerShape> parse_gpt2(const Json& object, const std::string& name)
   return complete_shape(shape);
 }
 
+// The value of a key that a configuration of one kind may leave out, as transformers takes it. Kinds that are
+// not here have none: heads share no keys, and they divide hidden_size.
+struct KindDefaults {
+  std::string_view kind;
+  std::uint64_t key_value_heads = 0;
+  std::uint64_t head_dimension = 0;
+};
+constexpr KindDefaults kKindDefaults[] = {{"mistral", 8, 0},      {"mixtral", 8, 0},  {"qwen2", 32, 0},
+                                          {"qwen3", 32, 128},     {"gemma", 16, 256}, {"gemma2", 4, 256},
+                                          {"gemma3_text", 4, 256}};
+
+KindDefaults defaults_of(std::string_view kind) {
+  for (const KindDefaults& defaults : kKindDefaults) {
+    if (defaults.kind == kind) return defaults;
+  }
+  return {};
+}
+
 Result<TransformerShape> parse_llama(const Json& object, std::string_view kind, const std::string& name) {
   Reader reader(object, name);
   TransformerShape shape;
@@ -99,8 +117,11 @@ Result<TransformerShape> parse_llama(const Json& object, std::string_view kind, 
   shape.vocabulary = reader.required("vocab_size");
   shape.intermediate = reader.required("intermediate_size");
   shape.positions = reader.optional("max_position_embeddings");
-  shape.key_value_heads = reader.optional("num_key_value_heads");
-  shape.head_dimension = reader.optional("head_dim");
+  const KindDefaults defaults = defaults_of(kind);
+  const bool has_key_value_heads = object.contains("num_key_value_heads");  // Null: as many as heads.
+  shape.key_value_heads =
+      has_key_value_heads ? reader.optional("num_key_value_heads") : defaults.key_value_heads;
+  shape.head_dimension = reader.has("head_dim") ? reader.optional("head_dim") : defaults.head_dimension;
   shape.tied_embedding = reader.flag("tie_word_embeddings", kind.starts_with("gemma"));
   shape.attention_bias = reader.flag("attention_bias", false);
   shape.feed_forward_bias = reader.flag("mlp_bias", false);

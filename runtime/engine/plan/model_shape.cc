@@ -152,10 +152,13 @@ void add_latent_attention(const TransformerShape& shape, std::uint64_t ranks, Un
     block.by_columns("self_attn.q_proj", h, queries, false);
   } else {
     block.matrix("self_attn.q_a_proj", h, latent.query_rank);
+    if (shape.attention_bias) block.vector("self_attn.q_a_proj.bias", latent.query_rank);
     block.vector("self_attn.q_a_layernorm.weight", latent.query_rank);
     block.by_columns("self_attn.q_b_proj", latent.query_rank, queries, false);
   }
-  block.matrix("self_attn.kv_a_proj_with_mqa", h, latent.key_value_rank + latent.rotary_dimension);
+  const std::uint64_t keys = latent.key_value_rank + latent.rotary_dimension;
+  block.matrix("self_attn.kv_a_proj_with_mqa", h, keys);
+  if (shape.attention_bias) block.vector("self_attn.kv_a_proj_with_mqa.bias", keys);
   block.vector("self_attn.kv_a_layernorm.weight", latent.key_value_rank);
   block.by_columns("self_attn.kv_b_proj", latent.key_value_rank, heads * shape.head_dimension + values,
                    false);

@@ -206,6 +206,41 @@ TEST(ModelConfig, CountsTheParametersOfKnownModels) {
   }
 }
 
+std::uint64_t parameters_of(const std::string& members) {
+  const TransformerShape shape = parse_model_config("{" + members + "}", "config").value();
+  return make_model_shape(shape).value().parameter_count();
+}
+
+// As transformers takes them.
+TEST(ModelConfig, MembersThatAreLeftOutHaveTheValuesOfTheirKind) {
+  const struct {
+    std::string kind, heads, keys, head_dimension;
+  } kinds[] = {{"qwen3", "64", "32", "128"},     {"gemma", "16", "16", "256"}, {"gemma2", "8", "4", "256"},
+               {"gemma3_text", "8", "4", "256"}, {"mistral", "32", "8", "2"},  {"mixtral", "32", "8", "2"},
+               {"qwen2", "64", "32", "1"},       {"llama", "32", "32", "2"}};
+  for (const auto& kind : kinds) {
+    const std::string text = R"("model_type": ")" + kind.kind + R"(", "num_attention_heads": )" + kind.heads +
+                             R"(, "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96,
+                             "vocab_size": 100, "num_local_experts": 2, "num_experts_per_tok": 1)";
+    const std::string keys = R"(, "num_key_value_heads": )", width = R"(, "head_dim": )";
+    EXPECT_EQ(parameters_of(text), parameters_of(text + keys + kind.keys + width + kind.head_dimension))
+        << text;
+    EXPECT_EQ(parameters_of(text + keys + "null"), parameters_of(text + keys + kind.heads)) << text;
+    EXPECT_EQ(parameters_of(text + width + "null"), parameters_of(text)) << text;
+  }
+}
+
+TEST(ModelConfig, DeepSeeksShortVectorsHaveBiasesToo) {
+  const std::string text =
+      R"("model_type": "deepseek_v3", "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
+          "intermediate_size": 128, "vocab_size": 100, "n_routed_experts": 4, "num_experts_per_tok": 2,
+          "moe_intermediate_size": 32, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8,
+          "v_head_dim": 8)";
+  const std::string queries = R"(, "q_lora_rank": 24)", bias = R"(, "attention_bias": true)";
+  EXPECT_EQ(parameters_of(text + bias) - parameters_of(text), 3u * (8 + 4 + 64));
+  EXPECT_EQ(parameters_of(text + queries + bias) - parameters_of(text + queries), 3u * (24 + 8 + 4 + 64));
+}
+
 // --- refusals ---
 
 struct BadConfig {
