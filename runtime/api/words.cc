@@ -152,7 +152,7 @@ std::string in_words_of_c(std::string_view message, std::string_view function) {
     } else if (name.find("Options::") != std::string_view::npos) {
       text += option(name);
       continue;
-    } else {
+    } else if (!text.ends_with('-')) {  // A part of an option's name, as in activation-leases, stays.
       c = of_checkpointer ? find(kCheckpointerWords, name) : find(kWords, name);
     }
     if (c == "acquire" && !is_call) {

@@ -248,6 +248,7 @@ TEST(CApiMessages, HaveTheirNounsAndArticles) {
   EXPECT_EQ(of_engine("end this lease: lease it"), "end this acquisition: acquire it");
   EXPECT_EQ(of_engine("the unit is leased by 2 leases"), "the unit is acquired by 2 acquisitions");
   EXPECT_EQ(in_words_of_c("a lease is alive", "forebay_checkpointer_save"), "a load is alive");
+  EXPECT_EQ(of_engine("activation-leases is x"), "activation-leases is x");
   EXPECT_EQ(of_engine("lower EngineOptions::bucket_bytes"), "lower the option bucket");
   EXPECT_EQ(of_engine("set EngineOptions::micro_steps: 2"), "set the option micro-steps: 2");
   const std::string name(100, 'n');
