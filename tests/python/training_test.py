@@ -579,6 +579,16 @@ class OneRank(unittest.TestCase):
             with self.assertRaisesRegex(forebay.InputOutputError, "cannot read .*loop: Too many levels"):
                 forebay.load(model, os.path.join(directory, "loop"))
 
+    def test_another_tools_directory_stays(self):
+        model = forebay.shard(torch.nn.Linear(4, 4))
+        with tempfile.TemporaryDirectory() as directory:
+            os.makedirs(os.path.join(directory, "global_step10"))
+            with open(os.path.join(directory, "latest"), "w", encoding="utf-8") as file:
+                file.write("global_step10")
+            with self.assertRaisesRegex(forebay.InvalidArgument, "another tool wrote it.*another directory"):
+                forebay.save(model, directory)
+            self.assertEqual(sorted(os.listdir(directory)), ["global_step10", "latest"])
+
     def test_more_backward_passes_than_a_step_has(self):
         model = forebay.shard(torch.nn.Linear(2, 2), stage=1, micro_steps=2)
         optimizer = forebay.AdamW(model)

@@ -9,10 +9,20 @@ namespace forebay {
 
 using internal::StateDirectory;
 
+namespace {
+
+StateDirectory directory_for_writer(const std::string& path) {
+  StateDirectory directory = StateDirectory::make(path);
+  internal::check_latest(directory);
+  return directory;
+}
+
+}  // namespace
+
 struct SavedStateWriter::Impl {
   Impl(const std::string& path, const SavedStateFacts& given)
       : facts(given),
-        directory(StateDirectory::make(path)),
+        directory(directory_for_writer(path)),
         lock(directory),
         name(internal::state_name(facts.attempted_steps)) {
     internal::check_text(facts.trainer_state);

@@ -168,6 +168,25 @@ std::string find_state(const StateDirectory& directory) {
   return found;
 }
 
+void check_latest(const StateDirectory& directory) {
+  if (!directory.has(kLatest)) return;
+  std::string name;
+  try {
+    name = directory.read(kLatest, kMostLatestBytes);
+  } catch (const Error&) {
+    // A directory, say, or a link. Beside saved states it is a damaged one.
+  }
+  if (!name.empty() && name.back() == '\n') name.pop_back();
+  if (is_state_name(name)) return;
+  const bool names_other = !name.empty() && name.find('/') == std::string::npos && directory.has(name);
+  if (!names_other && !state_names(directory).empty()) return;
+  throw Error(
+      StatusCode::kInvalidArgument,
+      "cannot save in " + shown_path(directory.path()) +
+          ": its file latest names no saved state of forebay, so another tool wrote it, and this save "
+          "would replace it; give another directory");
+}
+
 std::string find_state_of(const StateDirectory& directory, std::uint64_t step) {
   const std::string name = state_name(step);
   try {

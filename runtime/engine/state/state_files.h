@@ -58,6 +58,8 @@ std::vector<std::string> state_names(const StateDirectory& directory);
 // The name of the state that `latest` names or, where it names none, of the newest whole state. Empty when
 // there is none. Errors: throws kCorruption if `latest` is damaged and there is no whole state.
 std::string find_state(const StateDirectory& directory);
+// Errors: throws kInvalidArgument if another tool wrote `latest`, which a save would replace.
+void check_latest(const StateDirectory& directory);
 
 // The newest whole state of this attempted step; empty when there is none.
 std::string find_state_of(const StateDirectory& directory, std::uint64_t step);

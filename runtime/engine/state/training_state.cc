@@ -154,7 +154,10 @@ Status Engine::Impl::local_verdict(const std::function<void()>& work) const {
 
 void Engine::Impl::lock_state(const std::string& directory) {
   agree(local_verdict([&] {
-    if (everyone().rank() == 0) state_locks.emplace_back(StateDirectory::make(directory));
+    if (everyone().rank() != 0) return;
+    const StateDirectory files = StateDirectory::make(directory);
+    internal::check_latest(files);
+    state_locks.emplace_back(files);
   }));
 }
 
@@ -180,6 +183,7 @@ void Engine::Impl::save_state(const std::string& directory, const std::string& t
   agree(local_verdict([&] {
     if (saving.rank() != 0) return;
     files.emplace(StateDirectory::make(directory));
+    internal::check_latest(*files);
     lock.emplace(*files, true);
     files->remove(temporary);
     files->make_subdirectory(temporary);
@@ -222,6 +226,7 @@ void Engine::Impl::begin_save(const std::string& directory, const std::string& t
     internal::check_text(trainer_state);
     if (saving.rank() != 0) return;
     const StateDirectory files = StateDirectory::make(directory);
+    internal::check_latest(files);
     job.lock = std::make_unique<internal::StateLock>(files, true);
     files.remove(internal::temporary_state(job.name));
     files.make_subdirectory(internal::temporary_state(job.name));

@@ -637,6 +637,37 @@ TEST_F(SavedStateFiles, ADamagedLatestHidesNothing) {
   EXPECT_FALSE(fs::exists(file("step-000000000003")));
 }
 
+// As DeepSpeed writes it.
+TEST_F(SavedStateFiles, AFileLatestOfAnotherToolStays) {
+  fs::create_directory(file("global_step10"));
+  std::ofstream(file("latest")) << "global_step10";
+  const ToyOptions options = options_for(1, DataType::kBfloat16, 2);
+  run_ranks(2, {}, [&](Rank& rank) {
+    ToyTrainer trainer(options, rank);
+    trainer.initialize();
+    trainer.engine().save_state(directory_ + "/ours", "x");
+    const auto save_here = [&] { trainer.engine().save_state(directory_, "x"); };
+    const auto lock_here = [&] { trainer.engine().lock_state(directory_); };
+    for (const Status& status : {verdict(save_here), verdict(lock_here)}) {
+      EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
+      EXPECT_NE(status.message().find("another tool wrote it"), std::string::npos) << status.message();
+    }
+    EXPECT_FALSE(trainer.step(0).skipped) << "the engine goes on";
+  });
+  EXPECT_EQ(verdict([&] { SavedStateWriter writer(directory_, {}); }).code(), StatusCode::kInvalidArgument);
+  EXPECT_EQ(latest(), "global_step10");
+  EXPECT_FALSE(fs::exists(file(".lock")));
+
+  const auto with_latest = [&](const std::string& text) {
+    std::ofstream(file("latest")) << text;
+    return verdict([&] { internal::check_latest(StateDirectory(directory_)); }).code();
+  };
+  EXPECT_EQ(with_latest("step-000000000009\n"), StatusCode::kOk) << "somebody removed the state";
+  fs::copy(file("ours/step-000000000000"), file("step-000000000000"));
+  EXPECT_EQ(with_latest("nonsense"), StatusCode::kOk) << "a damaged file beside a saved state";
+  EXPECT_EQ(with_latest("global_step10"), StatusCode::kInvalidArgument);
+}
+
 TEST_F(SavedStateFiles, APlantedLinkIsNotFollowed) {
   std::ofstream(file("precious")) << "precious";
   fs::create_directory(file("elsewhere"));

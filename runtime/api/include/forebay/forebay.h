@@ -762,13 +762,15 @@ FOREBAY_API int32_t forebay_abandon(forebay_engine* engine, int32_t micro_steps)
 /* Keeps other jobs from saving in `directory` until the engine is destroyed or the process ends. Call it
  * before training, so that a mistake costs no training; forebay_save() does the same while it saves.
  * Collective.
- * Errors: FOREBAY_UNAVAILABLE naming the process that holds it; FOREBAY_IO_ERROR. */
+ * Errors: FOREBAY_UNAVAILABLE naming the process that holds it; FOREBAY_IO_ERROR; FOREBAY_INVALID_ARGUMENT
+ * where another tool wrote the file `latest` there. */
 FOREBAY_API int32_t forebay_lock(forebay_engine* engine, const char* directory);
 
 /* Saves weights, optimizer states, step counts and loss scale under `directory`, which it makes if it is not
  * there, with any bytes of the trainer's own. A kill at any moment leaves the last saved state whole.
  * Collective.
- * Errors: FOREBAY_IO_ERROR on all ranks; the engine goes on. */
+ * Errors: on all ranks; the engine goes on: FOREBAY_IO_ERROR; FOREBAY_INVALID_ARGUMENT where another tool
+ * wrote the file `latest` there. */
 FOREBAY_API int32_t forebay_save(forebay_engine* engine, const char* directory,
                                  const void* trainer_state /* or null */, uint64_t trainer_state_bytes);
 

@@ -495,7 +495,9 @@ class Engine {
   // Keeps other jobs from saving in `directory` until the engine is destroyed or the process ends. Call it
   // before training, so that a mistake costs no training. save_state() does the same while it saves.
   // Order:  after commit(). Collective.
-  // Errors: kUnavailable naming the process that holds it; kIoError.
+  // Errors: kUnavailable naming the process that holds it; kIoError; kInvalidArgument where another tool
+  // wrote
+  //         the file `latest` there.
   void lock_state(const std::string& directory);
   // Saves master, m, v, steps and loss scale under `directory`, with `trainer_state`, which is opaque: for
   // example the data cursor. A state is written to a temporary name, synced, checksummed and renamed: a kill
@@ -504,7 +506,8 @@ class Engine {
   // state of the whole model, with rank 0's `trainer_state`; parts of the grid that give directories of their
   // own save their parts alone.
   // Order: collective.
-  // Errors: kIoError, on all ranks; the engine goes on.
+  // Errors: on all ranks; the engine goes on: kIoError; kInvalidArgument where another tool wrote the file
+  //         `latest` there.
   void save_state(const std::string& directory, const std::string& trainer_state, int keep = 1);
   // The same, while training goes on. This call queues a copy of the values to pinned host memory and
   // returns. The next update waits for the copy; a thread writes it, and gives the state its name when the

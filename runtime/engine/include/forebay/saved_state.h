@@ -74,7 +74,8 @@ class SavedStateWriter {
  public:
   // Begins a state in `directory`, which is made. Takes attempted_steps, applied_steps, weights_only,
   // optimizer, trainer_state and parameters from `facts`.
-  // Errors: kIoError; kUnavailable if a job saves there; kInvalidArgument for a step of 13 digits.
+  // Errors: kIoError; kUnavailable if a job saves there; kInvalidArgument for a step of 13 digits, and where
+  //         another tool wrote the file `latest` there.
   SavedStateWriter(const std::string& directory, const SavedStateFacts& facts);
   // Without finish() nothing is left in the directory.
   ~SavedStateWriter();
