@@ -21,6 +21,7 @@
 #include "forebay/engine.h"
 #include "forebay/error.h"
 #include "forebay/file_store.h"
+#include "runtime/engine/state/state_claims.h"
 #include "runtime/engine/state/state_directory.h"
 #include "runtime/engine/step/context.h"
 #include "runtime/engine/step/decision.h"
@@ -343,6 +344,7 @@ struct Engine::Impl : StepContext {
 
   // The state of training.
   std::list<internal::StateLock> state_locks;
+  internal::StateClaims state_claims;
   std::vector<StateCopy> saved_copies;
   std::vector<const std::byte*> saved_targets;  // By part of saved_parts().
   std::unique_ptr<internal::BackgroundSave> background_save;

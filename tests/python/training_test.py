@@ -579,6 +579,27 @@ class OneRank(unittest.TestCase):
             with self.assertRaisesRegex(forebay.InputOutputError, "cannot read .*loop: Too many levels"):
                 forebay.load(model, os.path.join(directory, "loop"))
 
+    def test_another_models_state_stays(self):
+        def make(width):
+            model = forebay.shard(torch.nn.Sequential(torch.nn.Linear(4, width), torch.nn.Linear(width, 4)), save_async=True)
+            forebay.AdamW(model)
+            return model
+
+        def save_in_background(model, directory):
+            forebay.save(model, directory, background=True).result()
+
+        for save in (forebay.save, save_in_background):
+            with tempfile.TemporaryDirectory() as directory, self.subTest(save):
+                generator, twin, discriminator = make(8), make(8), make(16)
+                save(generator, directory)
+                with self.assertRaisesRegex(forebay.InvalidArgument, "state of another model of this program.*each model a directory.*drop the other"):
+                    save(twin, directory)
+                del generator
+                with self.assertRaisesRegex(forebay.InvalidArgument, "of another model.*each model a directory"):
+                    save(discriminator, directory)
+                save(twin, directory)  # It is the only one of its shape now.
+                forebay.restore(twin, directory)
+
     def test_another_tools_directory_stays(self):
         model = forebay.shard(torch.nn.Linear(4, 4))
         with tempfile.TemporaryDirectory() as directory:
@@ -588,6 +609,20 @@ class OneRank(unittest.TestCase):
             with self.assertRaisesRegex(forebay.InvalidArgument, "another tool wrote it.*another directory"):
                 forebay.save(model, directory)
             self.assertEqual(sorted(os.listdir(directory)), ["global_step10", "latest"])
+
+    def test_a_model_that_waits_for_the_garbage_collector_does_not_keep_its_directory(self):
+        gc.disable()
+        try:
+            with tempfile.TemporaryDirectory() as directory:
+                for step in range(3):
+                    model = forebay.shard(models.make())
+                    optimizer = forebay.AdamW(model)
+                    models.train(model, optimizer, steps=1)
+                    model.itself = [model]
+                    forebay.save(model, directory, step)
+                self.assertEqual(forebay.restore(model, directory), 2)
+        finally:
+            gc.enable()
 
     def test_more_backward_passes_than_a_step_has(self):
         model = forebay.shard(torch.nn.Linear(2, 2), stage=1, micro_steps=2)

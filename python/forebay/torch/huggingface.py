@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import shutil
 import warnings
 from types import ModuleType
 from typing import Any, Iterator, List, Optional, Tuple
@@ -13,6 +14,7 @@ from typing import Any, Iterator, List, Optional, Tuple
 import torch
 from torch import nn
 
+from forebay._library import InvalidArgument
 from forebay.torch import state
 from forebay.torch.after_import import after_import
 from forebay.torch.optimizer import Optimizer, wrap
@@ -31,6 +33,19 @@ def moments_are_saved() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="optimizer.state_dict\\(\\) has no moments")
         yield
+
+
+def _save_in_checkpoint(model: nn.Module, directory: str) -> None:
+    """Saves a part of a checkpoint, which is replaced as a whole: by another Trainer of the program too. Collective."""
+    try:
+        return state.save(model, directory)
+    except InvalidArgument as error:  # On all ranks.
+        if "which this save would replace" not in str(error):
+            raise
+    communicator = model._forebay.engine.communicator
+    if communicator is None or communicator.rank == 0:  # The others wait for it in save().
+        shutil.rmtree(directory)
+    state.save(model, directory)
 
 
 def _teach_accelerate(module: ModuleType) -> None:
@@ -62,7 +77,7 @@ def _teach_accelerate(module: ModuleType) -> None:
         def save(models: List[nn.Module], _: Any, directory: str) -> None:
             for i, model in enumerate(models):
                 if "_forebay" in model.__dict__:
-                    state.save(model, os.path.join(directory, f"{STATE}_{i}"))
+                    _save_in_checkpoint(model, os.path.join(directory, f"{STATE}_{i}"))
         hook = self.register_save_state_pre_hook(save)
         try:
             with moments_are_saved():
@@ -105,7 +120,7 @@ def _teach_trainer(module: ModuleType) -> None:
         with moments_are_saved():
             save_states(self, output_dir, *args, **kwargs)
         if model is not None:
-            state.save(model, os.path.join(output_dir, STATE))
+            _save_in_checkpoint(model, os.path.join(output_dir, STATE))
 
     @functools.wraps(load_states)
     def moments_too(self: Any, checkpoint: Any, *args: Any, **kwargs: Any) -> None:

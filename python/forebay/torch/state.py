@@ -7,6 +7,7 @@ import collections
 import contextlib
 import copy
 import ctypes
+import gc
 import json
 import math
 import mmap
@@ -405,7 +406,8 @@ def save(model: nn.Module, directory: Path, state: Any = None, background: bool 
     A kill at any moment leaves the last saved state whole. restore() takes it at any number of ranks and any stage.
     `background`: a thread writes a copy in host memory while training goes on; it needs shard(save_async=True). The state
     is whole when result() of the returned object, the next save() or restore() has returned.
-    Collective. Errors: InputOutputError; training may go on.
+    Collective. Errors: InputOutputError, and InvalidArgument for a directory with the state of another model, or with a file
+    `latest` of another tool; training may go on.
     """
     sharded = sharded_of(model)
     sharded.between_steps()
@@ -413,14 +415,30 @@ def save(model: nn.Module, directory: Path, state: Any = None, background: bool 
     shapes = {sharded.names[p]: {"shape": list(p.shape), "dtype": str(p.dtype).replace("torch.", "")}
               for p in sharded.parameters}
     text = json.dumps({"parameters": shapes, "buffers": _encoded_buffers(model), "state": state}).encode()
-    if not background:
-        sharded.engine.save(directory, text)
-        return None
-    if not sharded.options.get("save_async"):
+    if background and not sharded.options.get("save_async"):
         raise InvalidArgument("save(background=True) needs host memory for a copy; give shard(save_async=True), or leave out "
                               "background")
-    sharded.engine.save_begin(directory, text)
-    return Saving(sharded)
+    save_here = sharded.engine.save_begin if background else sharded.engine.save
+    _without_dropped_models(lambda: save_here(directory, text))
+    return Saving(sharded) if background else None
+
+
+_OTHER_ENGINE = "another engine of this process"
+
+
+def _without_dropped_models(save_here: Callable[[], None]) -> None:
+    """Saves, again where the directory is that of another model, which may have been dropped and be in a cycle still."""
+    try:
+        return save_here()
+    except InvalidArgument as error:  # On all ranks.
+        if _OTHER_ENGINE not in str(error):
+            raise
+    gc.collect()
+    try:
+        save_here()
+    except InvalidArgument as error:
+        raise InvalidArgument(str(error).replace(_OTHER_ENGINE, "another model of this program").replace(
+            "destroy the other engine first", "drop the other one first")) from None
 
 
 def restore(model: nn.Module, directory: Path) -> Any:

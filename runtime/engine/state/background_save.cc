@@ -145,6 +145,7 @@ void BackgroundSave::publish(const StateDirectory& directory) {
     }
   }
   publish_state(directory, job_.name, job_.manifest, job_.keep);
+  job_.published(directory);
 }
 
 }  // namespace forebay::internal

@@ -34,6 +34,7 @@ struct BackgroundSaveJob {
   std::unique_ptr<StateLock> lock;
   nlohmann::json manifest;  // Without its files.
   int keep = 1;
+  std::function<void(const StateDirectory&)> published;  // Called when the state has its name.
 };
 
 class BackgroundSave {

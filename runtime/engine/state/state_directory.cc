@@ -167,6 +167,12 @@ StateDirectory StateDirectory::make(const std::string& path) {
   return StateDirectory(path);
 }
 
+std::pair<dev_t, ino_t> StateDirectory::identity() const {
+  struct stat facts {};
+  if (::fstat(descriptor_.number(), &facts) != 0) io_error("open", path_);
+  return {facts.st_dev, facts.st_ino};
+}
+
 StateDirectory StateDirectory::subdirectory(const std::string& name) const {
   const std::string path = path_ + "/" + name;
   return {Descriptor(opened_at(descriptor_.number(), name, path, O_RDONLY | O_DIRECTORY | O_NOFOLLOW)), path};
@@ -279,9 +285,7 @@ StateLock::~StateLock() {
 }
 
 StateLock::StateLock(const StateDirectory& directory, bool saves) : saves_(saves) {
-  struct stat facts {};
-  if (::fstat(directory.descriptor_.number(), &facts) != 0) io_error("lock", directory.path());
-  key_ = {facts.st_dev, facts.st_ino};
+  key_ = directory.identity();
   TakenLocks& locks = taken_locks();
   const std::lock_guard guard(locks.mutex);
   if (const auto taken = locks.by_directory.find(key_); taken != locks.by_directory.end()) {

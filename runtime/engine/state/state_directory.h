@@ -40,6 +40,8 @@ class StateDirectory {
   static StateDirectory make(const std::string& path);
 
   const std::string& path() const { return path_; }
+  // The same for all names of one directory.
+  std::pair<dev_t, ino_t> identity() const;
   StateDirectory subdirectory(const std::string& name) const;
   void make_subdirectory(const std::string& name) const;
   // A new file. An existing one of this name is removed first, unless it is a directory.

@@ -503,6 +503,39 @@ std::string TensorIndex::text() const {
 
 namespace {
 
+// Errors: throws kInvalidArgument if the state has other parameters than the one that it supersedes.
+void check_same_parameters(const StateDirectory& directory, const std::string& superseded,
+                           const Json& parameters) {
+  std::map<std::string, std::uint64_t> there;
+  try {
+    const SavedState saved(directory.path(), superseded);
+    for (const auto& [name, tensor] : saved.tensors()) {
+      if (!tensor.is_factors) there.emplace(name, tensor.places.count());
+    }
+  } catch (const Error&) {
+    return;  // It cannot be loaded.
+  }
+  const auto refuse = [&](const std::string& name, const std::string& difference) {
+    throw Error(StatusCode::kInvalidArgument,
+                "cannot save in " + shown_path(directory.path()) + ": it holds the state " + superseded +
+                    " of another model, which this save would replace: " + shown_value(name) + difference +
+                    "; give each model a directory of its own, or remove the states there");
+  };
+  const auto elements = [](std::uint64_t count) { return std::to_string(count) + " elements"; };
+  for (const Json& parameter : parameters) {
+    if (parameter.contains("factors")) continue;
+    const auto name = parameter.at("name").get<std::string>();
+    const auto count = whole_number(parameter, "count");
+    const auto found = there.find(name);
+    if (found == there.end()) refuse(name, " has no value there and " + elements(count) + " here");
+    if (found->second != count)
+      refuse(name, " has " + elements(found->second) + " there and " + elements(count) + " here");
+    there.erase(found);
+  }
+  if (!there.empty())
+    refuse(there.begin()->first, " has " + elements(there.begin()->second) + " there and no value here");
+}
+
 // Refuses to write a file that no reader accepts.
 void check_size(const char* name, std::uint64_t bytes, std::uint64_t most_bytes) {
   if (bytes <= most_bytes) return;
@@ -527,6 +560,7 @@ void publish_state(const StateDirectory& directory, const std::string& name, Jso
   const StateDirectory temporary = directory.subdirectory(temporary_state(name));
   manifest["format"] = kFormat;
   const TensorIndex tensors = add_files(temporary, manifest);
+  if (!superseded.empty()) check_same_parameters(directory, superseded, manifest.at("parameters"));
   const std::string text = dump(manifest, -1);
   const std::string index = tensors.text();
   const std::string envelope =

@@ -157,6 +157,7 @@ void Engine::Impl::lock_state(const std::string& directory) {
     if (everyone().rank() != 0) return;
     const StateDirectory files = StateDirectory::make(directory);
     internal::check_latest(files);
+    state_claims.check(files);
     state_locks.emplace_back(files);
   }));
 }
@@ -185,6 +186,7 @@ void Engine::Impl::save_state(const std::string& directory, const std::string& t
     files.emplace(StateDirectory::make(directory));
     internal::check_latest(*files);
     lock.emplace(*files, true);
+    state_claims.check(*files);
     files->remove(temporary);
     files->make_subdirectory(temporary);
   }));
@@ -199,6 +201,7 @@ void Engine::Impl::save_state(const std::string& directory, const std::string& t
     agree(local_verdict([&] {
       if (saving.rank() != 0) return;
       internal::publish_state(*files, name, state_manifest(trainer_state, saving.size()), keep);
+      state_claims.add(*files);
     }));
   } catch (const Error&) {
     // A save that failed on some rank leaves nothing half-written.
@@ -228,10 +231,12 @@ void Engine::Impl::begin_save(const std::string& directory, const std::string& t
     const StateDirectory files = StateDirectory::make(directory);
     internal::check_latest(files);
     job.lock = std::make_unique<internal::StateLock>(files, true);
+    state_claims.check(files);
     files.remove(internal::temporary_state(job.name));
     files.make_subdirectory(internal::temporary_state(job.name));
   }));
   if (saving.rank() == 0) job.manifest = state_manifest(trainer_state, saving.size());
+  job.published = [this](const StateDirectory& files) { state_claims.add(files); };
   if (saved_copies.empty()) describe_copies();
   updater->copy(saved_copies);
   job.copied = [this] { return updater->wait_for_copies(); };
@@ -532,6 +537,7 @@ std::string Engine::Impl::load_state(const std::string& directory, std::optional
       attempted_steps = internal::whole_number(manifest, "attempted_steps");
       applied_steps = internal::whole_number(manifest, "applied_steps");
       manifest.at("trainer_state").get_to(trainer_state);
+      if (loading.rank() == 0) state_claims.add(StateDirectory(directory));
       if (options.dtype == DataType::kFloat16 && manifest.at("dtype").get<std::string>() == "fp16") {
         manifest.at("loss_scale").get_to(loss_scale);
         growth_counter = static_cast<int>(internal::whole_number(manifest, "growth_counter"));

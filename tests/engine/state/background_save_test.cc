@@ -309,6 +309,9 @@ TEST_F(BackgroundSave, TwoEnginesOfAProcessDoNotSaveInOneDirectoryAtOnce) {
       }
       go_on();
       first.engine().save_state_end();
+      EXPECT_THROW(second.engine().save_state_begin(directory_, "second"), Error)
+          << "it is the first one's state";
+      EXPECT_EQ(second.engine().load_state(directory_), "first");
       second.engine().save_state_begin(directory_, "second");
       second.engine().save_state_end();
       EXPECT_EQ(second.engine().load_state(directory_), "second");

@@ -668,6 +668,88 @@ TEST_F(SavedStateFiles, AFileLatestOfAnotherToolStays) {
   EXPECT_EQ(with_latest("global_step10"), StatusCode::kInvalidArgument);
 }
 
+TEST_F(SavedStateFiles, AStateOfAnotherModelStays) {
+  const auto refused = [&](const std::function<void(ToyOptions&)>& change, const std::string& difference) {
+    run_ranks(2, {}, [&](Rank& rank) {
+      ToyOptions options = options_for(1, DataType::kBfloat16, 2);
+      change(options);
+      ToyTrainer other(options, rank);
+      other.initialize();
+      const Status status = verdict([&] { other.engine().save_state(directory_, "other"); });
+      EXPECT_EQ(status.code(), StatusCode::kInvalidArgument) << "on every rank";
+      EXPECT_NE(status.message().find("of another model"), std::string::npos) << status.message();
+      EXPECT_NE(status.message().find(difference), std::string::npos) << status.message();
+      EXPECT_FALSE(other.step(0).skipped) << "the engine goes on";
+    });
+    EXPECT_EQ(SavedStateReader(directory_).facts().trainer_state, "x");
+    EXPECT_FALSE(fs::exists(file(".saving-step-000000000000")));
+  };
+  const auto save_with = [&](int ranks, const ToyOptions& options) {
+    run_ranks(ranks, {}, [&](Rank& rank) {
+      ToyTrainer trainer(options, rank);
+      trainer.initialize();
+      trainer.engine().save_state(directory_, "x");
+    });
+  };
+  save_with(2, options_for(1, DataType::kBfloat16, 2));
+
+  refused([](ToyOptions& o) { o.units.pop_back(); }, " there and no value here");
+  refused([](ToyOptions& o) { o.units.push_back({.parameters = {{.count = 3}}}); },
+          " has no value there and 3 elements here");
+  refused([](ToyOptions& o) { ++o.units[0].parameters[0].count; }, "p0 has ");
+
+  // The model of the state, at other ranks, another stage and another type.
+  save_with(3, options_for(2, DataType::kFloat32, 3));
+}
+
+TEST_F(SavedStateFiles, AStateOfAnotherLiveEngineStays) {
+  ToyOptions options = options_for(0, DataType::kFloat32, 1);
+  options.engine.save_async = true;
+  run_ranks(1, {}, [&](Rank& rank) {
+    const auto refuses = [&](Engine& engine) {
+      for (const Status& status : {verdict([&] { engine.save_state(directory_, "x"); }),
+                                   verdict([&] { engine.save_state_begin(directory_, "x"); })}) {
+        if (status.ok()) {
+          engine.save_state_end();
+          return false;
+        }
+        EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
+        EXPECT_NE(status.message().find("another engine of this process"), std::string::npos)
+            << status.message();
+      }
+      return true;
+    };
+    ToyTrainer second(options, rank);
+    second.initialize();
+    {
+      ToyTrainer first(options, rank);
+      first.initialize();
+      first.engine().save_state_begin(directory_, "first");
+      first.engine().save_state_end();
+      EXPECT_FALSE(refuses(first.engine()));
+      EXPECT_TRUE(refuses(second.engine()));
+      fs::remove_all(file("step-000000000000"));
+      fs::remove_all(file("step-000000000000-2"));
+      EXPECT_FALSE(refuses(second.engine())) << "nothing is saved there";
+      EXPECT_TRUE(refuses(first.engine())) << "now it is the other's";
+      first.engine().load_state(directory_);
+      EXPECT_FALSE(refuses(first.engine())) << "it goes on from that state";
+      EXPECT_FALSE(refuses(second.engine()));
+    }
+    ToyTrainer third(options, rank);
+    third.initialize();
+    EXPECT_TRUE(refuses(third.engine()));
+    second.engine().save_state(directory_ + "/other", "x");
+    EXPECT_TRUE(refuses(third.engine())) << "an engine may save in several directories";
+  });
+  run_ranks(1, {}, [&](Rank& rank) {
+    ToyTrainer trainer(options, rank);
+    trainer.initialize();
+    EXPECT_TRUE(verdict([&] { trainer.engine().save_state(directory_, "x"); }).ok())
+        << "the others have ended";
+  });
+}
+
 TEST_F(SavedStateFiles, APlantedLinkIsNotFollowed) {
   std::ofstream(file("precious")) << "precious";
   fs::create_directory(file("elsewhere"));

@@ -770,7 +770,8 @@ FOREBAY_API int32_t forebay_lock(forebay_engine* engine, const char* directory);
  * there, with any bytes of the trainer's own. A kill at any moment leaves the last saved state whole.
  * Collective.
  * Errors: on all ranks; the engine goes on: FOREBAY_IO_ERROR; FOREBAY_INVALID_ARGUMENT where another tool
- * wrote the file `latest` there. */
+ * wrote the file `latest` there, where that names the state of a model with other parameters, and where
+ * another engine of this process saved its state there or loaded it, and this one did not. */
 FOREBAY_API int32_t forebay_save(forebay_engine* engine, const char* directory,
                                  const void* trainer_state /* or null */, uint64_t trainer_state_bytes);
 

@@ -507,7 +507,8 @@ class Engine {
   // own save their parts alone.
   // Order: collective.
   // Errors: on all ranks; the engine goes on: kIoError; kInvalidArgument where another tool wrote the file
-  //         `latest` there.
+  //         `latest` there, where that names the state of a model with other parameters, and where another
+  //         engine of this process saved its state there or loaded it, and this one did not.
   void save_state(const std::string& directory, const std::string& trainer_state, int keep = 1);
   // The same, while training goes on. This call queues a copy of the values to pinned host memory and
   // returns. The next update waits for the copy; a thread writes it, and gives the state its name when the
