@@ -210,6 +210,7 @@ class Tokens(unittest.TestCase):
 
     def tokens(self, file, text):
         (self.place / "text").write_bytes(text.encode())
+        (self.place / "tokens").unlink(missing_ok=True)
         done = subprocess.run([PROGRAM, "--quiet", "--steps", "0", "--sequence", "1", "--threads", "1", "--layers", "1",
                                "--hidden", "8", "--heads", "1", "--text", str(self.place / "text"), "--tokenizer", "bpe", str(file),
                                "--write-tokens", str(self.place / "tokens")],

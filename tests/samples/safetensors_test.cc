@@ -130,7 +130,8 @@ TEST_F(Safetensors, OnlyAFileForTransformersNamesItsFormat) {
     SafetensorsWriter(path(), {{"nothing", {0}}}, for_transformers).finish();
     std::ifstream stream(path(), std::ios::binary);
     const std::string text((std::istreambuf_iterator<char>(stream)), std::istreambuf_iterator<char>());
-    EXPECT_EQ(text.find(R"("__metadata__":{"format":"pt"})") != std::string::npos, for_transformers) << text;
+    EXPECT_EQ(text.find(R"("format":"pt"})") != std::string::npos, for_transformers) << text;
+    EXPECT_NE(text.find(R"("__metadata__":{"exported_by":"forebay-gpt")"), std::string::npos) << text;
   }
 }
 

@@ -23,6 +23,7 @@
 #include "model/text.h"
 #include "output/files.h"
 #include "output/output_file.h"
+#include "output/safetensors.h"
 #include "parallel/checkpointed_inputs.h"
 #include "parallel/grid.h"
 #include "parallel/parted_state.h"
@@ -132,6 +133,34 @@ TEST_F(TrainerParts, ChecksOfFilesLeaveNothingBehind) {
   EXPECT_TRUE(std::filesystem::is_empty(path("state")));
 }
 
+TEST_F(TrainerParts, FilesThatTheProgramDidNotWriteAreNotOverwritten) {
+  const auto refused = [&](const std::string& text, std::string TrainerOptions::*file) {
+    TrainerOptions o = options();
+    o.*file = path("file");
+    expect_thrown(StatusCode::kInvalidArgument, text, [&] { check_files(o); });
+    o.*file = path("own");
+    check_files(o);
+    o.*file = path("empty");
+    check_files(o);
+  };
+  const std::string header =
+      R"({"__metadata__":{"format":"pt"},"a":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}})";
+  write("file", std::string(1, static_cast<char>(header.size())) + std::string(7, '\0') + header);
+  write("empty", "");
+  SafetensorsWriter(path("own"), {{"a", {0}}}).finish();
+  refused("--export: cannot write", &TrainerOptions::export_file);
+  refused("--logits: cannot write", &TrainerOptions::logits_file);
+  TrainerOptions o = options();
+  for (const char* const name : {"own", "empty", "none"}) {
+    o.tokens_file = path(name);
+    if (name != std::string("own")) {
+      check_files(o);
+      continue;
+    }
+    expect_thrown(StatusCode::kInvalidArgument, "--write-tokens: cannot write", [&] { check_files(o); });
+  }
+}
+
 TEST_F(TrainerParts, EachFileIsCheckedUnderItsOption) {
   const auto refused = [&](const std::string& text, const std::function<void(TrainerOptions&)>& change) {
     TrainerOptions o = options();
@@ -164,7 +193,7 @@ TEST_F(TrainerParts, OnlyFilesOfTheSameKindAreReplaced) {
   for (const auto& [member, ours] : std::initializer_list<std::pair<Member, std::string>>{
            {&TrainerOptions::report_file, "{\"world_size\": 1}"},
            {&TrainerOptions::timeline_file, "{}"},
-           {&TrainerOptions::export_file, std::string(8, 'x') + "{}"}}) {
+           {&TrainerOptions::export_file, std::string(8, 'x') + R"({"__metadata__":{"exported_by":)"}}) {
     TrainerOptions o = options();
     o.*member = path("file");
     for (const std::string& text : {ours, std::string()}) {

@@ -8,14 +8,15 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
-#include <optional>
 #include <string>
+#include <string_view>
 
 #include "forebay/error.h"
 #include "forebay/text.h"
 #include "model/text.h"
 #include "output/export.h"
 #include "output/output_file.h"
+#include "output/safetensors.h"
 #include "output/weight_files.h"
 #include "parallel/parted_state.h"
 
@@ -24,28 +25,46 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// Errors: throws kInvalidArgument where a file is there that is none of ours: byte `at` of ours is a '{'.
-void check_replaced(const std::string& path, std::size_t at) {
-  if (std::error_code error; !fs::is_regular_file(path, error)) return;
-  std::ifstream file(path, std::ios::binary);
-  std::string beginning(at + 1, '\0');
-  file.read(beginning.data(), static_cast<std::streamsize>(beginning.size()));
-  if (file.gcount() == 0 || (file && beginning[at] == '{')) return;
-  throw Error(StatusCode::kInvalidArgument,
-              "cannot write " + shown_path(path) +
-                  ": the file was not written by this option, and is not overwritten; "
-                  "name another file or remove it");
+// Whether an option wrote the file that begins so.
+using IsOwn = bool (*)(std::string_view beginning);
+constexpr std::size_t kBeginningBytes = 128;
+
+bool is_own_json(std::string_view beginning) {
+  return beginning.starts_with('{');
+}
+bool is_own_safetensors(std::string_view beginning) {
+  return beginning.find(kExportedBy) != std::string_view::npos;
 }
 
-constexpr std::size_t kBeginOfSafetensors = 8;  // Behind the length of the header.
+[[noreturn]] void keep_file(const std::string& path, const char* found) {
+  throw Error(StatusCode::kInvalidArgument, "cannot write " + shown_path(path) + ": the file " + found +
+                                                ", and is not overwritten; name another file or remove it");
+}
+
+// Errors: throws kInvalidArgument where a file is there that is none of ours.
+void check_replaced(const std::string& path, IsOwn is_own) {
+  if (std::error_code error; !fs::is_regular_file(path, error)) return;
+  std::ifstream file(path, std::ios::binary);
+  std::string beginning(kBeginningBytes, '\0');
+  file.read(beginning.data(), static_cast<std::streamsize>(beginning.size()));
+  beginning.resize(static_cast<std::size_t>(file.gcount()));
+  if (!beginning.empty() && !is_own(beginning)) keep_file(path, "was not written by this option");
+}
+
+// For files without a header, which do not show who wrote them. Errors: also kInvalidArgument where one is
+// there.
+void check_new(const std::string& path) {
+  OutputFile::check(path);
+  std::error_code error;
+  if (fs::is_regular_file(path, error) && fs::file_size(path, error) > 0) keep_file(path, "is there");
+}
 
 void check_output(const char* option, const std::string& path,
-                  void (*check)(const std::string&) = &OutputFile::check,
-                  std::optional<std::size_t> begin = std::nullopt) {
+                  void (*check)(const std::string&) = &OutputFile::check, IsOwn is_own = nullptr) {
   if (path.empty()) return;
   try {
     check(path);
-    if (begin) check_replaced(path, *begin);
+    if (is_own != nullptr) check_replaced(path, is_own);
   } catch (const Error& error) {
     throw Error(error.status().with_context(option));
   }
@@ -120,18 +139,18 @@ std::string flight_file(const TrainerOptions& options, int rank) {
 }
 
 void check_files(const TrainerOptions& options) {
-  check_output("--report", options.report_file, &OutputFile::check, 0);
+  check_output("--report", options.report_file, &OutputFile::check, is_own_json);
   for (int rank = 0; rank < std::max(options.ranks, 1) && !options.timeline_file.empty(); ++rank) {
-    check_output("--timeline", timeline_file(options, rank), &OutputFile::check, 0);
+    check_output("--timeline", timeline_file(options, rank), &OutputFile::check, is_own_json);
   }
   const bool exports_model = !options.export_file.empty() && names_directory(options.export_file);
   if (exports_model) {
     check_output("--export", options.export_file, &prepare_model_directory);
   } else {
-    check_output("--export", options.export_file, &OutputFile::check_regular, kBeginOfSafetensors);
+    check_output("--export", options.export_file, &OutputFile::check_regular, is_own_safetensors);
   }
-  check_output("--logits", options.logits_file);
-  check_output("--write-tokens", options.tokens_file);
+  check_output("--logits", options.logits_file, &OutputFile::check, is_own_safetensors);
+  check_output("--write-tokens", options.tokens_file, &check_new);
   if (!options.flight_recorder.empty()) check_output("--flight-recorder", flight_file(options, 0));
   check_state(options);
   check_drives("--offload-tier", options.offload_directories);

@@ -184,8 +184,9 @@ std::vector<float> SafetensorsReader::read(const std::string& name) {
 SafetensorsWriter::SafetensorsWriter(const std::string& path, const std::vector<TensorHeader>& tensors,
                                      bool for_transformers)
     : path_(path), file_(path) {
-  Json header = Json::object();
-  if (for_transformers) header[kMetadata] = {{"format", "pt"}};
+  Json metadata = {{kExportedBy, "forebay-gpt"}};
+  if (for_transformers) metadata["format"] = "pt";
+  Json header = {{kMetadata, metadata}};
   for (const TensorHeader& tensor : tensors) {
     std::uint64_t bytes = sizeof(float);
     for (const std::size_t extent : tensor.shape) bytes *= extent;

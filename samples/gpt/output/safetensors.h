@@ -51,6 +51,9 @@ struct TensorHeader {
   std::vector<std::size_t> shape;
 };
 
+// A key of the header's metadata, at its beginning: forebay wrote the file.
+inline constexpr const char* kExportedBy = "exported_by";
+
 // Writes fp32 tensors, one after the other, to an OutputFile.
 class SafetensorsWriter {
  public:
