@@ -20,6 +20,7 @@
 #include "forebay/host_backend.h"
 #include "forebay/kernels.h"
 #include "tests/support/elements.h"
+#include "tests/support/let_others_run.h"
 
 namespace forebay::testing {
 namespace {
@@ -318,7 +319,7 @@ TEST_P(CommunicatorConformance, AVoteThatOneRankCastIsFoundByAllThatCouldNot) {
     }
     together.arrive_and_wait();
     if (rank == size() - 1) communicator.abort(Status(StatusCode::kUnavailable, "given up"));
-    while (communicator.status().ok()) std::this_thread::yield();
+    while (communicator.status().ok()) testing::let_others_run();
     EXPECT_EQ(communicator.vote(2 + (rank == 0), decision).code(), StatusCode::kUnavailable);
     EXPECT_EQ(communicator.survivors_vote(2), std::optional(decision)) << "rank " << rank;
     EXPECT_EQ(communicator.survivors_vote(3), std::nullopt) << "rank " << rank;
@@ -524,7 +525,7 @@ TEST_P(CommunicatorConformance, AGroupAndThoseSplitFromItFailTogether) {
           EXPECT_LT(std::chrono::steady_clock::now() - begun, std::chrono::seconds(10));
           together.arrive_and_wait();  // Its peers are still there when it hears of it.
           while (smaller->status().ok() || part->status().ok() || member.communicator().status().ok())
-            std::this_thread::yield();
+            testing::let_others_run();
           EXPECT_EQ(part->barrier().to_string(), smaller->status().to_string());
           EXPECT_EQ(part->status().to_string(), member.communicator().status().to_string());
           return member.communicator().status();
@@ -543,7 +544,7 @@ TEST_P(CommunicatorConformance, AnAbortOfAGroupWithoutACauseNamesTheRankOfTheWor
                          value_or_throw(member.communicator().split(rank > 0, -rank));
                      together.arrive_and_wait();
                      if (rank == size() - 1) group->abort(Status());
-                     while (member.communicator().status().ok()) std::this_thread::yield();
+                     while (member.communicator().status().ok()) testing::let_others_run();
                      together.arrive_and_wait();
                      const std::string text = member.communicator().status().message();
                      EXPECT_EQ(text.find("rank 0"), std::string::npos) << text;
@@ -834,7 +835,7 @@ TEST_P(CommunicatorConformance, RanksThatWaitForEachOtherInTwoGroupsAreToldSo) {
         if (rank < 3) {
           causes[static_cast<std::size_t>(rank)] = pairs[static_cast<std::size_t>(rank)]->barrier();
         } else {
-          while (member.communicator().status().ok()) std::this_thread::yield();
+          while (member.communicator().status().ok()) testing::let_others_run();
         }
       },
       std::chrono::seconds(3));
@@ -863,7 +864,7 @@ TEST_P(CommunicatorConformance, AMismatchInAGroupNamesTheRanksAsAllKnowThem) {
                      } else if (rank == 1) {
                        static_cast<void>(group->barrier());
                      }
-                     while (member.communicator().status().ok()) std::this_thread::yield();
+                     while (member.communicator().status().ok()) testing::let_others_run();
                      return member.communicator().status();
                    });
 }
@@ -1108,7 +1109,7 @@ TEST_P(CommunicatorConformance, GroupedFailuresAndVotesAreThoseOfTheWorld) {
       }
       together.arrive_and_wait();
       if (rank == 3) grouped->abort(Status(StatusCode::kUnavailable, "given up"));
-      while (member.communicator().status().ok()) std::this_thread::yield();
+      while (member.communicator().status().ok()) testing::let_others_run();
       EXPECT_EQ(grouped->status().to_string(), member.communicator().status().to_string());
       EXPECT_EQ(grouped->vote(1 + (rank == 0), decision).code(), StatusCode::kUnavailable);
       EXPECT_EQ(grouped->survivors_vote(1), std::optional(decision)) << "rank " << rank;

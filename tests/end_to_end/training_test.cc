@@ -21,6 +21,7 @@
 #include "forebay/error.h"
 #include "output/output_file.h"
 #include "output/safetensors.h"
+#include "tests/support/let_others_run.h"
 #include "tests/support/process.h"
 
 namespace forebay::testing {
@@ -459,7 +460,7 @@ void Training::lose_a_rank(const Words& more) {
   Process process(Words{FOREBAY_GPT} + elastic, variables());
   const auto has_saved = [&] { return std::filesystem::exists(state + "/latest"); };
   const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(120);
-  while (!has_saved() && std::chrono::steady_clock::now() < limit) std::this_thread::yield();
+  while (!has_saved() && std::chrono::steady_clock::now() < limit) testing::let_others_run();
   ASSERT_TRUE(has_saved());
   const pid_t child = find_rank(process.id(), 1);
   ASSERT_GT(child, 0);
@@ -504,7 +505,7 @@ TEST_F(Training, ElasticRanksThatAreLeftBeginAgainWhereNoStateIsSaved) {
   pid_t child = 0;
   const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(120);
   while ((child = find_rank(process.id(), 2)) == 0 && std::chrono::steady_clock::now() < limit)
-    std::this_thread::yield();
+    testing::let_others_run();
   ASSERT_GT(child, 0);
 
   ::kill(child, SIGKILL);
@@ -530,7 +531,7 @@ TEST_F(Training, ElasticRanksThatCannotBeArrangedEnd) {
   pid_t child = 0;
   const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(120);
   while ((child = find_rank(process.id(), 2)) == 0 && std::chrono::steady_clock::now() < limit)
-    std::this_thread::yield();
+    testing::let_others_run();
   ASSERT_GT(child, 0);
 
   ::kill(child, SIGKILL);

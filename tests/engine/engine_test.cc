@@ -21,6 +21,7 @@
 #include "forebay/units.h"
 #include "tests/engine/toy_cases.h"
 #include "tests/support/device_view.h"
+#include "tests/support/let_others_run.h"
 #include "tests/support/temporary_directory.h"
 
 namespace forebay::testing {
@@ -692,7 +693,7 @@ TEST(Engine, EndsInTheMiddleOfAStep) {
           bool accumulate = false;
           std::byte* const memory = backward ? lease->gradient(0, &accumulate) : lease->parameter(0);
           throw_if_error(call_on(*rank.backend, stream, [&go, memory, backward] {
-            while (!go) std::this_thread::yield();
+            while (!go) testing::let_others_run();
             std::byte used[5000] = {};
             backward ? std::memcpy(memory, used, sizeof used) : std::memcpy(used, memory, sizeof used);
           }));

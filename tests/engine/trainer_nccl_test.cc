@@ -19,6 +19,7 @@
 #include "forebay/trainer.h"
 #include "tests/support/fake_gpu.h"
 #include "tests/support/fake_nccl_library.h"
+#include "tests/support/let_others_run.h"
 #include "tests/support/temporary_directory.h"
 
 namespace forebay::testing {
@@ -105,7 +106,7 @@ std::vector<Status> run_launched(int size, const std::function<void(int rank)>& 
     });
     // The last rank's text goes as soon as all have met; no other environment comes after it.
     const std::string text = store + "/rank." + std::to_string(rank);
-    while (rank + 1 < size && ended == 0 && !std::filesystem::exists(text)) std::this_thread::yield();
+    while (rank + 1 < size && ended == 0 && !std::filesystem::exists(text)) testing::let_others_run();
   }
   for (std::thread& thread : threads) thread.join();
   return errors;

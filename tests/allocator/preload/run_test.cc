@@ -11,7 +11,6 @@
 #include <fstream>
 #include <iterator>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -19,6 +18,7 @@
 #include "runtime/command/run/environment.h"
 #include "runtime/command/run/summary.h"
 #include "tests/allocator/preload/preload_run.h"
+#include "tests/support/let_others_run.h"
 
 namespace forebay::testing {
 namespace {
@@ -365,7 +365,7 @@ TEST(RunCommand, ASignalBeforeTheCommandStartsIsNotLost) {
   Process process({"/bin/sh", "-c",
                    "exec " FOREBAY_COMMAND " run --report " + report + " -- /bin/true 2>" + errors.path()},
                   on_the_fake());
-  while (!std::filesystem::exists(report + "/summary.txt")) std::this_thread::yield();
+  while (!std::filesystem::exists(report + "/summary.txt")) testing::let_others_run();
 
   process.signal(SIGUSR1);
   EXPECT_TRUE(errors.wait_for("the report is in ")) << errors.text();
@@ -394,7 +394,7 @@ TEST(RunCommand, FilesAtTheEndAreCompleteDespiteSignals) {
     }
     return false;
   };
-  while (!has_begun()) std::this_thread::yield();
+  while (!has_begun()) testing::let_others_run();
   for (const int number : {SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1}) process.signal(number);
   EXPECT_TRUE(page.wait_for("</html>"));
   const Finished run = process.finish();

@@ -17,6 +17,7 @@
 #include <thread>
 
 #include "forebay/bootstrap.h"
+#include "tests/support/let_others_run.h"
 #include "tests/support/temporary_directory.h"
 
 namespace forebay {
@@ -74,7 +75,7 @@ class Launch : public ::testing::Test {
     for (int rank = 0; rank < size_; ++rank) {
       while (!std::filesystem::exists(name + std::to_string(rank)) &&
              std::chrono::steady_clock::now() < limit)
-        std::this_thread::yield();
+        testing::let_others_run();
     }
   }
 
@@ -304,7 +305,7 @@ TEST_F(Launch, RanksDieWithALauncherThatIsKilled) {
       std::string pid, name, state;
       return !(status >> pid >> name >> state) || state == "Z";
     };
-    while (!gone() && std::chrono::steady_clock::now() < limit) std::this_thread::yield();
+    while (!gone() && std::chrono::steady_clock::now() < limit) testing::let_others_run();
     EXPECT_TRUE(gone()) << "rank " << report.rank << " outlived its launcher";
   }
 }

@@ -7,6 +7,7 @@
 #include "collectives/nccl/watch.h"
 #include "tests/collectives/nccl/world.h"
 #include "tests/support/forwarding_communicator.h"
+#include "tests/support/let_others_run.h"
 
 namespace forebay::testing {
 namespace {
@@ -234,7 +235,7 @@ TEST_P(NcclFault, ARankThatIsLateIsWaitedFor) {
       return member.finish();
     }
     const SteadyClock::time_point later = SteadyClock::now() + 3 * internal::kNcclHeartbeat;
-    while (waiting.load() < size() - 1 || SteadyClock::now() < later) std::this_thread::yield();
+    while (waiting.load() < size() - 1 || SteadyClock::now() < later) testing::let_others_run();
     FOREBAY_RETURN_IF_ERROR(gather(member));
     return member.finish();
   });
@@ -301,7 +302,7 @@ TEST_P(NcclFault, ADeadRankEndsTheOthersWithinAHeartbeat) {
     // The last rank never issues its part.
     if (rank != size() - 1) static_cast<void>(gather(member));
     *dead = true;
-    while (member.communicator().status().ok()) std::this_thread::yield();
+    while (member.communicator().status().ok()) testing::let_others_run();
     return member.finish();
   });
 
@@ -354,7 +355,7 @@ TEST(NcclFaultAlone, OperationsThatMoveTheSameBytesAreComparedByTheNextHeartbeat
     FOREBAY_RETURN_IF_ERROR(reduce_unlike(member, rank));
     FOREBAY_RETURN_IF_ERROR(member.backend().stream_synchronize(member.stream()));
     const SteadyClock::time_point late = SteadyClock::now() + kPatience;
-    while (member.communicator().status().ok() && SteadyClock::now() < late) std::this_thread::yield();
+    while (member.communicator().status().ok() && SteadyClock::now() < late) testing::let_others_run();
     return member.communicator().status();
   });
 
@@ -419,7 +420,7 @@ TEST(NcclFaultAlone, ARefusalOfTheDriverIsToldToAllRanks) {
       }
       together.arrive_and_wait();
       const SteadyClock::time_point late = SteadyClock::now() + kPatience;
-      while (member.communicator().status().ok() && SteadyClock::now() < late) std::this_thread::yield();
+      while (member.communicator().status().ok() && SteadyClock::now() < late) testing::let_others_run();
       return member.communicator().status();
     });
 

@@ -1,6 +1,7 @@
 // The features that only the NCCL communicator has: a trainer's communicator, registered buffers, its own
 // reduction; and the ranks' agreement about them.
 #include "tests/collectives/nccl/world.h"
+#include "tests/support/let_others_run.h"
 
 namespace forebay::testing {
 namespace {
@@ -144,7 +145,7 @@ TEST(NcclOptions, AfterAFailureATrainersCommunicatorIsRevokedAndNoMore) {
         EXPECT_TRUE(gather_by(member, *joined.value()).ok());
         joined.value()->abort(Status(StatusCode::kUnavailable, "given up"));
       }
-      while (joined.value()->status().ok()) std::this_thread::yield();
+      while (joined.value()->status().ok()) testing::let_others_run();
       EXPECT_TRUE(member.backend().stream_synchronize(member.stream()).ok());
       EXPECT_EQ(joined.value()->status().message(), "given up");
     }

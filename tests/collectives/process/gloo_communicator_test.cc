@@ -17,6 +17,7 @@
 #include "collectives/rendezvous/store_directory.h"
 #include "forebay/descriptor.h"
 #include "tests/collectives/communicator_conformance.h"
+#include "tests/support/let_others_run.h"
 #include "tests/support/temporary_directory.h"
 
 namespace forebay::testing {
@@ -116,7 +117,7 @@ TEST_F(GlooCommunicator, AFailureReachesARankThatWaitsForNothing) {
     if (rank == 1) member.communicator().abort(Status(StatusCode::kIoError, "the disk of rank 1 is full"));
     const auto limit = std::chrono::steady_clock::now() + 20s;
     while (member.communicator().status().ok() && std::chrono::steady_clock::now() < limit)
-      std::this_thread::yield();
+      testing::let_others_run();
     EXPECT_EQ(member.communicator().status().code(), StatusCode::kIoError);
     EXPECT_EQ(member.communicator().status().message(), "the disk of rank 1 is full");
   });
@@ -319,7 +320,7 @@ class Scanner {
 
  private:
   void scan() {
-    for (std::deque<internal::Descriptor> kept; !done_; std::this_thread::yield()) {
+    for (std::deque<internal::Descriptor> kept; !done_; testing::let_others_run()) {
       std::ifstream table("/proc/self/net/tcp");
       std::string line;
       while (std::getline(table, line)) {

@@ -20,6 +20,7 @@
 #include "forebay/error.h"
 #include "forebay/gloo_communicator.h"
 #include "forebay/host_backend.h"
+#include "tests/support/let_others_run.h"
 
 namespace forebay {
 namespace {
@@ -64,7 +65,7 @@ Status reduce_scatter_until_failed(Communicator& communicator, HostBackend& back
 
 // Calls nothing that a peer takes part in.
 Status idle_until_failed(Communicator& communicator) {
-  while (communicator.status().ok()) std::this_thread::yield();
+  while (communicator.status().ok()) testing::let_others_run();
   return communicator.status();
 }
 

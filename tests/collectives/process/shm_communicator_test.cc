@@ -19,6 +19,7 @@
 #include "forebay/local_communicator.h"
 #include "runtime/device/host/script.h"
 #include "tests/collectives/communicator_conformance.h"
+#include "tests/support/let_others_run.h"
 #include "tests/support/process.h"
 
 namespace forebay::testing {
@@ -403,7 +404,7 @@ TEST(ShmCommunicator, AFailureReachesARankThatWaitsForNothing) {
     if (rank == 1) member.communicator().abort(Status(StatusCode::kIoError, "the disk of rank 1 is full"));
     const auto limit = std::chrono::steady_clock::now() + 20s;
     while (member.communicator().status().ok() && std::chrono::steady_clock::now() < limit)
-      std::this_thread::yield();
+      testing::let_others_run();
     EXPECT_EQ(member.communicator().status().to_string(),
               Status(StatusCode::kIoError, "the disk of rank 1 is full").to_string());
   });
@@ -462,7 +463,7 @@ TEST(ShmCommunicator, RanksOfSeveralHostsAreToldSo) {
     throw_if_error(directory->write(meeting.generation + ".segment", "elsewhere pid:[1] user:[1]\n1 1 3\n"));
     while (!directory->read(meeting.generation + ".failed")) {
       ASSERT_LT(std::chrono::steady_clock::now(), limit) << "rank 1 told nobody";
-      std::this_thread::yield();
+      testing::let_others_run();
     }
   });
   EXPECT_EQ(results[1].code(), StatusCode::kUnsupported) << results[1].to_string();

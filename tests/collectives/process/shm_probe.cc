@@ -15,7 +15,6 @@
 #include <cstring>
 #include <random>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "forebay/bootstrap.h"
@@ -24,6 +23,7 @@
 #include "forebay/process_communicator.h"
 #include "forebay/shm_communicator.h"
 #include "tests/support/elements.h"
+#include "tests/support/let_others_run.h"
 
 namespace forebay {
 namespace {
@@ -101,7 +101,7 @@ Status until_failed(const std::string& operation, Rank& rank) {
       status = rank.all_gather(reinterpret_cast<const std::byte*>(source.data()),
                                reinterpret_cast<std::byte*>(target.data()), kElements * 4, kElements * 4);
     } else {
-      std::this_thread::yield();
+      testing::let_others_run();
       status = rank.communicator().status();
     }
   }

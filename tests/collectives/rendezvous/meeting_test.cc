@@ -20,6 +20,7 @@
 #include "collectives/rendezvous/rendezvous_store.h"
 #include "collectives/rendezvous/store_directory.h"
 #include "forebay/process_communicator.h"
+#include "tests/support/let_others_run.h"
 #include "tests/support/process.h"
 
 namespace forebay::internal {
@@ -135,7 +136,7 @@ Status status_in_time(StoreDirectory& store, std::chrono::milliseconds patience)
   const Clock::time_point limit = Clock::now() + patience;
   Status status = store.status();
   while (status.ok() && Clock::now() < limit) {
-    std::this_thread::yield();
+    testing::let_others_run();
     status = store.status();
   }
   return status.ok() ? store.status() : status;
@@ -364,7 +365,7 @@ TEST(StoreDirectory, AnEmptiedDirectoryIsNotTakenForAnotherProcess) {
   const std::string path = directory / "store";
   const std::unique_ptr<StoreDirectory> store = open_as(path, 0);
   std::thread emptier([&] {
-    while (!std::filesystem::exists(path + "/rank.0")) std::this_thread::yield();
+    while (!std::filesystem::exists(path + "/rank.0")) testing::let_others_run();
     std::filesystem::remove(path + "/rank.0");
   });
   const Result<Meeting> met = meet(*store, {0, 3, {}}, Clock::now() + 60s, 60s);
@@ -382,7 +383,7 @@ TEST(StoreDirectory, ACardOfAnotherProcessInPlaceOfOnesOwnIsNoticed) {
   const std::string path = directory / "store";
   const std::unique_ptr<StoreDirectory> store = open_as(path, 0);
   std::thread other([&] {
-    while (!std::filesystem::exists(path + "/rank.0")) std::this_thread::yield();
+    while (!std::filesystem::exists(path + "/rank.0")) testing::let_others_run();
     const Card card{{{0, 3, ""}, "version", "host"}, "here", {1, 2, 3}};
     std::ofstream(path + "/other.card", std::ios::binary) << encode(card);
     std::filesystem::rename(path + "/other.card", path + "/rank.0");

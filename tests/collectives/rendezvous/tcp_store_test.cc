@@ -14,6 +14,7 @@
 
 #include "collectives/rendezvous/meeting.h"
 #include "collectives/rendezvous/store_server.h"
+#include "tests/support/let_others_run.h"
 
 namespace forebay::internal {
 namespace {
@@ -139,7 +140,7 @@ INSTANTIATE_TEST_SUITE_P(Ranks, TcpStoreWorld, ::testing::Values(3, 4),
 TEST_P(TcpStoreWorld, APostedTextReachesAllRanksAndReplacesNoTextWrittenOnce) {
   const auto eventually = [](TcpStore& store, const std::string& name, const std::string& wanted) {
     const Clock::time_point limit = Clock::now() + 60s;
-    while (store.posted(name) != wanted && Clock::now() < limit) std::this_thread::yield();
+    while (store.posted(name) != wanted && Clock::now() < limit) testing::let_others_run();
     EXPECT_EQ(store.posted(name), wanted);
   };
   std::atomic<int> rank_count{0};
@@ -175,7 +176,7 @@ TEST_P(TcpStoreWorld, RanksMeetAndSeeEachOthersTexts) {
                 EXPECT_EQ(store.read("nothing"), std::nullopt);
                 for (int peer = 0; peer < size(); ++peer) {
                   while (store.read("rank " + std::to_string(peer)).value_or("").size() < 2)
-                    std::this_thread::yield();
+                    testing::let_others_run();
                 }
                 const std::optional<std::string> once = store.write_once("first", "by " + std::to_string(me));
                 EXPECT_TRUE(once.has_value());
@@ -183,7 +184,7 @@ TEST_P(TcpStoreWorld, RanksMeetAndSeeEachOthersTexts) {
                 EXPECT_EQ(store.write_once("first", "another"), once);
                 // Nobody looks for this rank's text any more.
                 seen_count.fetch_add(1);
-                while (seen_count < size()) std::this_thread::yield();
+                while (seen_count < size()) testing::let_others_run();
                 store.remove("rank " + std::to_string(me));
                 EXPECT_EQ(store.read("rank " + std::to_string(me)), std::nullopt);
                 return store.status();
@@ -556,21 +557,21 @@ TEST_P(TcpStoreWorld, ARankComesBackAfterTheNetworkBrokeItsConnection) {
     for (const int round : {1, 2}) {
       const std::string name = "news." + std::to_string(round);
       if (rank == 0) {
-        while (asked < round) std::this_thread::yield();
+        while (asked < round) testing::let_others_run();
         EXPECT_EQ(store.write_once(name, "while it was away"), "while it was away");
         written = round;
       }
       if (rank != 1) continue;
       one.cut(round == 2);
       asked = round;
-      while (written < round) std::this_thread::yield();
+      while (written < round) testing::let_others_run();
       one.mend();
       const Clock::time_point limit = Clock::now() + 20s;
-      while (!store.posted(name) && store.status().ok() && Clock::now() < limit) std::this_thread::yield();
+      while (!store.posted(name) && store.status().ok() && Clock::now() < limit) testing::let_others_run();
       EXPECT_EQ(store.posted(name), "while it was away") << "round " << round;
       EXPECT_TRUE(store.write("back", name).ok()) << store.status().to_string();
       EXPECT_EQ(store.read("back"), name);
-      while (one.connection_count() > 1 && Clock::now() < limit) std::this_thread::yield();
+      while (one.connection_count() > 1 && Clock::now() < limit) testing::let_others_run();
       EXPECT_EQ(one.connection_count(), 1u) << "the server keeps the old connection";
     }
     if (rank == 1) {
@@ -580,10 +581,10 @@ TEST_P(TcpStoreWorld, ARankComesBackAfterTheNetworkBrokeItsConnection) {
       EXPECT_TRUE(store.write("back", "once more").ok()) << store.status().to_string();
       is_back = true;
     }
-    while (!is_back) std::this_thread::yield();
+    while (!is_back) testing::let_others_run();
     if (rank == 2) two.cut(true);
     const Clock::time_point cut = Clock::now();
-    while (store.status().ok()) std::this_thread::yield();
+    while (store.status().ok()) testing::let_others_run();
     EXPECT_LT(Clock::now() - cut, 30s) << "the server waits for something else to happen";
     const Status first = store.status();
     EXPECT_FALSE(store.write("late", "text").ok());
@@ -591,7 +592,7 @@ TEST_P(TcpStoreWorld, ARankComesBackAfterTheNetworkBrokeItsConnection) {
     EXPECT_TRUE(store.is_lost(2));
     EXPECT_FALSE(store.is_lost(1)) << "it was back in time";
     // The end of the server is not the first failure.
-    while (rank == 1 && store.answers()) std::this_thread::yield();
+    while (rank == 1 && store.answers()) testing::let_others_run();
     EXPECT_EQ(store.status().message(), first.message());
     return store.status();
   };
@@ -624,17 +625,17 @@ TEST_P(TcpStoreWorld, ATextThatCameBeforeTheServerEndedIsRead) {
     if (rank == 1) {
       link.end_at_the_next_request();
       holds = true;
-      while (!written) std::this_thread::yield();
+      while (!written) testing::let_others_run();
       EXPECT_EQ(store.read("vote"), "the last text");
       EXPECT_FALSE(store.status().ok());
       is_read = true;
     }
     if (rank == 0) {
-      while (!holds) std::this_thread::yield();
+      while (!holds) testing::let_others_run();
       EXPECT_EQ(store.write_once("vote", "the last text"), "the last text");
       written = true;
     }
-    while (!is_read) std::this_thread::yield();
+    while (!is_read) testing::let_others_run();
     return {};
   };
 
@@ -659,7 +660,7 @@ TEST_P(TcpStoreWorld, ARankThatReadsNothingIsLostAndNotWaitedFor) {
     threads.emplace_back([&, rank, mine = options(rank)]() mutable {
       statuses[static_cast<std::size_t>(rank)] = run(std::move(mine), [&](TcpStore& store, const Meeting&) {
         if (rank != 0) {
-          while (store.status().ok()) std::this_thread::yield();
+          while (store.status().ok()) testing::let_others_run();
           return store.status();
         }
         for (int i = 0; i < 180; ++i) {
@@ -709,7 +710,7 @@ TEST_P(TcpStoreWorld, StrangersAreKeptForAWhileAndTheOldestMakesRoom) {
   while (strangers.size() < limit) come();
   const bool were_kept = std::none_of(strangers.begin(), strangers.end(), is_closed);
   come();
-  while (!is_closed(strangers[0])) std::this_thread::yield();
+  while (!is_closed(strangers[0])) testing::let_others_run();
   const bool is_kept = !is_closed(strangers[1]) && !is_closed(strangers.back());
   // Later than that the time of all is over.
   if (Clock::now() - begin < kAdmissionMax) {
@@ -717,7 +718,7 @@ TEST_P(TcpStoreWorld, StrangersAreKeptForAWhileAndTheOldestMakesRoom) {
     EXPECT_TRUE(is_kept);
   }
   // Nothing else happens at the server.
-  while (!is_closed(strangers.back()) && Clock::now() - begin < 20s) std::this_thread::yield();
+  while (!is_closed(strangers.back()) && Clock::now() - begin < 20s) testing::let_others_run();
   EXPECT_TRUE(is_closed(strangers.back()));
   // A rank that was let in keeps its place, though it is older than all of them.
   for (char byte = 0; recv(member.number(), &byte, 1, MSG_DONTWAIT) == 1;) continue;
@@ -775,7 +776,7 @@ TEST_P(TcpStoreWorld, AServerStaysNoLongerThanItIsTold) {
       EXPECT_TRUE(meet(*store, me, Clock::now() + 30s, 30s).ok());
       // The others stay until the server has ended.
       ++met;
-      while (rank == 0 ? met < size() : !has_left) std::this_thread::yield();
+      while (rank == 0 ? met < size() : !has_left) testing::let_others_run();
       for (const auto linger : {25s, 0s, 20s}) store->stay_at_most(linger);
     });
   }
@@ -789,7 +790,7 @@ TEST_P(TcpStoreWorld, AStoreThatIsGivenUpAnswersNoMore) {
   run_all([](TcpStoreOptions&) {},
           [](TcpStore& store, const Meeting&) {
             store.post("known", "to all");
-            while (store.status().ok() && !store.posted("known")) std::this_thread::yield();
+            while (store.status().ok() && !store.posted("known")) testing::let_others_run();
             const Status before = store.status();
             store.abandon(Status(StatusCode::kTimeout, "first"));
             store.abandon(Status(StatusCode::kTimeout, "second"));
@@ -809,7 +810,7 @@ TEST_P(TcpStoreWorld, ALostRankIsTheStatusOfAllAndTextsWrittenOnceAreStillShared
   for (int rank = 0; rank < size() - 1; ++rank) {
     threads.emplace_back([&, rank, mine = options(rank)]() mutable {
       statuses[static_cast<std::size_t>(rank)] = run(std::move(mine), [&](TcpStore& store, const Meeting&) {
-        while (store.status().ok()) std::this_thread::yield();
+        while (store.status().ok()) testing::let_others_run();
         // Rank 0, which serves the store, may be the first to leave.
         causes[static_cast<std::size_t>(rank)] =
             store.write_once("failed", "as rank " + std::to_string(rank) + " saw it").value_or("nothing");
@@ -817,7 +818,7 @@ TEST_P(TcpStoreWorld, ALostRankIsTheStatusOfAllAndTextsWrittenOnceAreStillShared
         EXPECT_EQ(store.write_once("vote." + std::to_string(rank), "yes"), "yes");
         for (int other = 0; other < lost; ++other) {
           const std::string vote = "vote." + std::to_string(other);
-          while (!store.read(vote) && store.answers()) std::this_thread::yield();
+          while (!store.read(vote) && store.answers()) testing::let_others_run();
           EXPECT_EQ(store.read(vote), "yes") << "rank " << rank << " of rank " << other;
           EXPECT_FALSE(store.is_lost(other));
         }

@@ -7,6 +7,7 @@
 #include <map>
 
 #include "collectives/rendezvous/introduction.h"
+#include "tests/support/let_others_run.h"
 
 namespace forebay::internal {
 namespace {
@@ -130,7 +131,7 @@ TEST(WaitMonitor, AWaitThatBeganLaterHasItsOwnDeadline) {
   ASSERT_TRUE(monitor.start().ok());
   OneWait first(monitor, 1);
   // Its report shows that half of the time has passed.
-  for (WaitReport report; report.waits.empty() || report.waits[0].age < 1s; std::this_thread::yield()) {
+  for (WaitReport report; report.waits.empty() || report.waits[0].age < 1s; testing::let_others_run()) {
     if (const auto text = store->read("wait.0")) ASSERT_TRUE(decode(*text, &report));
   }
 
@@ -165,14 +166,14 @@ TEST(WaitMonitor, AReportGoesWithItsWaitOrWithItsMonitor) {
     ASSERT_TRUE(monitor.start().ok());
     {
       const OneWait wait(monitor, 1);
-      while (!store->read("wait.0")) std::this_thread::yield();
+      while (!store->read("wait.0")) testing::let_others_run();
     }
     for (const auto limit = std::chrono::steady_clock::now() + 20s;
          store->read("wait.0") && std::chrono::steady_clock::now() < limit;)
-      std::this_thread::yield();
+      testing::let_others_run();
     EXPECT_FALSE(store->read("wait.0"));
     const OneWait wait(monitor, 1);
-    while (!store->read("wait.0")) std::this_thread::yield();
+    while (!store->read("wait.0")) testing::let_others_run();
   }
   EXPECT_FALSE(store->read("wait.0"));
 }
