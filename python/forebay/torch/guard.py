@@ -74,7 +74,7 @@ def _checked(func: Any, name: str, args: Any, kwargs: Any) -> Any:
         for owner in owners:
             owner.guard.check(name, args[0], False)
     if name in ("__reduce_ex__", "__deepcopy__") and type(args[0]) is _View:
-        args = (args[0].view_as(args[0]), *args[1:])  # Of torch's class.
+        args = (args[0].view_as(args[0]), *args[1:])  # The copy, or the file, gets a tensor of torch's own class.
     with _Mode(owners):
         result = func(*args, **kwargs)
     return _watch_views(result, owners)
@@ -128,7 +128,7 @@ class Guard:
     not be written, and released ones at every stage.
     """
 
-    STEPS = 2
+    STEPS = 2  # Steps that are checked unless all are.
 
     def __init__(self, owner: "Sharded", always: bool) -> None:
         self.owner = weakref.ref(owner)

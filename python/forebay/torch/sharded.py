@@ -83,8 +83,8 @@ class Unit:
 
     def __init__(self, owner: "Sharded", index: int, plan: describe.UnitPlan) -> None:
         self.owner, self.index, self.plan, self.name = owner, index, plan, plan.name
-        self.frozen: List[bool] = []  # Its own parameters.
-        self.trainable = 0  # Those that have gradients.
+        self.frozen: List[bool] = []  # Whether each of its own parameters has no gradient.
+        self.trainable = 0  # The number of its own parameters that have gradients.
         self._held = 0
         self.calls: Set[_Call] = set()  # In their backward pass.
         self.in_backward = False

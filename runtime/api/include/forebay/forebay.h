@@ -763,7 +763,8 @@ FOREBAY_API int32_t forebay_abandon(forebay_engine* engine, int32_t micro_steps)
  * before training, so that a mistake costs no training; forebay_save() does the same while it saves.
  * Collective.
  * Errors: FOREBAY_UNAVAILABLE naming the process that holds it; FOREBAY_IO_ERROR; FOREBAY_INVALID_ARGUMENT
- * where another tool wrote the file `latest` there. */
+ * where another tool wrote the file `latest` there, and where another engine of this process saved its state
+ * there or loaded it, and this one did not. */
 FOREBAY_API int32_t forebay_lock(forebay_engine* engine, const char* directory);
 
 /* Saves weights, optimizer states, step counts and loss scale under `directory`, which it makes if it is not

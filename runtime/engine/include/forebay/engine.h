@@ -496,8 +496,8 @@ class Engine {
   // before training, so that a mistake costs no training. save_state() does the same while it saves.
   // Order:  after commit(). Collective.
   // Errors: kUnavailable naming the process that holds it; kIoError; kInvalidArgument where another tool
-  // wrote
-  //         the file `latest` there.
+  //         wrote the file `latest` there, and where another engine of this process saved its state there
+  //         or loaded it, and this one did not.
   void lock_state(const std::string& directory);
   // Saves master, m, v, steps and loss scale under `directory`, with `trainer_state`, which is opaque: for
   // example the data cursor. A state is written to a temporary name, synced, checksummed and renamed: a kill
