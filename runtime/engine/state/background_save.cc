@@ -50,13 +50,7 @@ BackgroundSave::BackgroundSave(BackgroundSaveJob job) : job_(std::move(job)) {
                         "; raise ulimit -u or -v, or save without a thread");
     static_cast<void>(job_.copied());
     file_ = status;
-    std::optional<StateDirectory> directory;
-    try {
-      directory.emplace(job_.directory);
-    } catch (const Error&) {
-      // The next save removes the temporary state.
-    }
-    end(status, directory);
+    state_ = status;
   }
 }
 
@@ -69,6 +63,14 @@ BackgroundSave::~BackgroundSave() {
   }
   changed_.notify_all();
   if (thread_.joinable()) thread_.join();
+  if (!state_->ok() && job_.rank == 0) {
+    try {
+      if (!directory_) directory_.emplace(job_.directory);
+      directory_->remove(temporary_state(job_.name));
+    } catch (const Error&) {
+      // The next save removes the temporary state.
+    }
+  }
   if (!state_->ok() && !told_)
     log(LogLevel::kWarning, "a state that was being saved is lost: %s", state_->message().c_str());
 }
@@ -96,11 +98,10 @@ void BackgroundSave::run() {
   // The training comes first. Where the system refuses, the thread is as the others.
   static_cast<void>(::setpriority(PRIO_PROCESS, 0, kNiceness));  // 0 is the calling thread, on Linux.
   Status status = job_.copied();
-  std::optional<StateDirectory> directory;
   try {
     throw_if_error(status);
-    directory.emplace(job_.directory);
-    const StateDirectory temporary = directory->subdirectory(temporary_state(job_.name));
+    directory_.emplace(job_.directory);
+    const StateDirectory temporary = directory_->subdirectory(temporary_state(job_.name));
     const std::string file = state_file_name(job_.rank, job_.ranks);
     job_.write(temporary.create(unfinished(file)));
     temporary.rename(unfinished(file), file);
@@ -114,17 +115,12 @@ void BackgroundSave::run() {
   changed_.notify_all();
   if (status.ok() && job_.rank == 0) {
     try {
-      publish(*directory);
+      publish();
+      job_.lock.reset();
     } catch (...) {
       status = error_of_save();
     }
   }
-  end(status, directory);
-}
-
-void BackgroundSave::end(const Status& status, const std::optional<StateDirectory>& directory) {
-  if (!status.ok() && job_.rank == 0 && directory) directory->remove(temporary_state(job_.name));
-  job_.lock.reset();
   {
     const std::lock_guard lock(mutex_);
     state_ = status;
@@ -132,8 +128,8 @@ void BackgroundSave::end(const Status& status, const std::optional<StateDirector
   changed_.notify_all();
 }
 
-void BackgroundSave::publish(const StateDirectory& directory) {
-  const StateDirectory temporary = directory.subdirectory(temporary_state(job_.name));
+void BackgroundSave::publish() {
+  const StateDirectory temporary = directory_->subdirectory(temporary_state(job_.name));
   for (int r = 0; r < job_.ranks; ++r) {
     const std::string file = state_file_name(r, job_.ranks);
     while (!temporary.has(file)) {
@@ -144,8 +140,8 @@ void BackgroundSave::publish(const StateDirectory& directory) {
       }
     }
   }
-  publish_state(directory, job_.name, job_.manifest, job_.keep);
-  job_.published(directory);
+  publish_state(*directory_, job_.name, job_.manifest, job_.keep);
+  job_.published(*directory_);
 }
 
 }  // namespace forebay::internal

@@ -30,7 +30,7 @@ struct BackgroundSaveJob {
   std::function<Status()> copied;
   // Writes the values to this rank's file.
   std::function<void(StateFile)> write;
-  // Rank 0 only.
+  // Rank 0 only. Held until the state has its name, or until what is left of a failed save is removed.
   std::unique_ptr<StateLock> lock;
   nlohmann::json manifest;  // Without its files.
   int keep = 1;
@@ -42,7 +42,8 @@ class BackgroundSave {
   // Starts the thread. Without one the save has failed: see wait_for_file(). Requires: rank 0 has made the
   // temporary state.
   explicit BackgroundSave(BackgroundSaveJob job);
-  // Waits for this rank's file, and rank 0 then at most `patience` for the others.
+  // Waits for this rank's file, and rank 0 then at most `patience` for the others. Removes what a failed save
+  // left: earlier, the threads of other ranks may still write into it.
   ~BackgroundSave();
   BackgroundSave(const BackgroundSave&) = delete;
   BackgroundSave& operator=(const BackgroundSave&) = delete;
@@ -60,11 +61,10 @@ class BackgroundSave {
 
  private:
   void run();
-  void publish(const StateDirectory& directory);
-  // Sets the verdict on the state. `directory`: null where it cannot be opened.
-  void end(const Status& status, const std::optional<StateDirectory>& directory);
+  void publish();
 
   BackgroundSaveJob job_;
+  std::optional<StateDirectory> directory_;  // Of the thread, until it has ended.
   std::mutex mutex_;
   std::condition_variable changed_;
   // Guarded by mutex_.

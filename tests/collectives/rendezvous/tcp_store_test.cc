@@ -618,10 +618,14 @@ TEST_P(TcpStoreWorld, ARankComesBackAfterTheNetworkBrokeItsConnection) {
 // The server writes the news and ends before the rank looks: the rank finds both in its connection.
 TEST_P(TcpStoreWorld, ATextThatCameBeforeTheServerEndedIsRead) {
   Link link(port_);
+  std::atomic<int> met_count{0};
   std::atomic<bool> holds{false};
   std::atomic<bool> written{false};
   std::atomic<bool> is_read{false};
   const auto body = [&](TcpStore& store, int rank) -> Status {
+    // A rank that is still meeting would fail with the news of rank 1.
+    met_count.fetch_add(1);
+    while (met_count < size()) testing::let_others_run();
     if (rank == 1) {
       link.end_at_the_next_request();
       holds = true;

@@ -22,6 +22,7 @@
 
 #include "forebay/error.h"
 #include "forebay/units.h"
+#include "runtime/engine/state/background_save.h"
 #include "runtime/engine/state/state_files.h"
 #include "tests/engine/toy_cases.h"
 #include "tests/offload/memory_store.h"
@@ -273,6 +274,29 @@ TEST_F(BackgroundSave, ItsErrorsAreThoseOfAllRanksAndTheEngineGoesOn) {
     engine.save_state_end();
     EXPECT_EQ(engine.load_state(directory_), "z");
   });
+}
+
+// Removed while another rank's thread makes its file, the directory would stay.
+TEST_F(BackgroundSave, WhatAFailedSaveLeftIsRemovedWhenAllRanksKnow) {
+  const internal::StateDirectory directory(directory_);
+  directory.make_subdirectory(internal::temporary_state("step-000000000001"));
+  const std::string temporary = place(internal::temporary_state("step-000000000001"));
+  {
+    internal::BackgroundSaveJob job;
+    job.directory = directory_;
+    job.name = "step-000000000001";
+    job.ranks = 3;
+    job.lock = std::make_unique<internal::StateLock>(directory, true);
+    job.copied = [] { return Status(); };
+    job.write = [](internal::StateFile) { throw Error(StatusCode::kIoError, "no space left"); };
+    internal::BackgroundSave save(std::move(job));
+    EXPECT_EQ(save.wait_for_file().code(), StatusCode::kIoError);
+    EXPECT_EQ(save.wait().code(), StatusCode::kIoError);
+    EXPECT_TRUE(fs::exists(temporary));
+    EXPECT_THROW(internal::StateLock(directory, true), Error) << "another save would lose its files";
+  }
+  EXPECT_FALSE(fs::exists(temporary));
+  EXPECT_NO_THROW(internal::StateLock(directory, true));
 }
 
 // Their files would have the same names.
