@@ -19,6 +19,7 @@
 #include "collectives/launch/runtime_directory.h"
 #include "forebay/bootstrap.h"
 #include "forebay/standard_streams.h"
+#include "forebay/terminal_signal.h"
 
 extern char** environ;
 
@@ -288,8 +289,8 @@ Result<RunEnd> run_ranks(const std::vector<std::string>& arguments, int size, st
       // Children that were asked already would take another signal for impatience.
       if (ending && !end && asked == 0) children.signal_all(SIGTERM);
     } else {
-      // The terminal sends Ctrl-C to the children itself; a second one would look like impatience.
-      if (info.si_code != SI_KERNEL) children.signal_all(signal);
+      // A second Ctrl-C would look like impatience.
+      if (!internal::all_were_sent(info)) children.signal_all(signal);
       ending = asked != 0;
       asked = signal;
     }

@@ -15,6 +15,7 @@
 #include <filesystem>
 #include <system_error>
 
+#include "forebay/terminal_signal.h"
 #include "forebay/text.h"
 
 namespace forebay {
@@ -89,8 +90,7 @@ int wait_and_pass_on(pid_t child, const sigset_t& signals, const ChildWatch& wat
       continue;
     }
     if (number != SIGCHLD) {
-      // From the terminal it went to the whole group, the command included.
-      if (info.si_code != SI_KERNEL) send_on(child, number, info);
+      if (!internal::all_were_sent(info)) send_on(child, number, info);
       continue;
     }
     int status = 0;

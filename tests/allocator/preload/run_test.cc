@@ -256,6 +256,29 @@ TEST(RunCommand, LeavesSignalsOfTheTerminalToTheCommand) {
   EXPECT_NE(position(text, "handled 0 of 0"), std::string::npos) << text;
 }
 
+// The kernel tells the leader of the session alone.
+TEST(RunCommand, PassesOnThatTheTerminalWasClosed) {
+  int terminal = -1;
+  const pid_t child = ::forkpty(&terminal, nullptr, nullptr, nullptr);
+  if (child == 0) {
+    ::signal(SIGHUP, SIG_DFL);  // Ignored under nohup.
+    ::execl(FOREBAY_COMMAND, FOREBAY_COMMAND, "run", "--", "/bin/sh", "-c",
+            "trap 'exit 41' HUP; echo ready; while :; do sleep 0.1; done", static_cast<char*>(nullptr));
+    ::_exit(1);
+  }
+  ASSERT_GT(child, 0);
+  std::string text;
+  char buffer[4096];
+  for (ssize_t count = 0;
+       position(text, "ready") == std::string::npos && (count = ::read(terminal, buffer, sizeof buffer)) > 0;)
+    text.append(buffer, static_cast<std::size_t>(count));
+  ::close(terminal);
+  int status = 0;
+  ::waitpid(child, &status, 0);
+
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 41) << text << status;
+}
+
 TEST(RunCommand, PassesSignalsOn) {
   for (const int number : {SIGTERM, SIGINT, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2, SIGALRM, SIGVTALRM, SIGPROF,
                            SIGIO, SIGPWR, SIGSTKFLT, SIGWINCH, SIGRTMIN + 3, SIGRTMAX}) {

@@ -248,6 +248,21 @@ TEST_F(Launch, DoesNotPassOnTheInterruptThatTheTerminalSendsToAll) {
   close(terminal);
 }
 
+// The kernel tells the leader of the session alone, as the launcher is under `ssh -t`.
+TEST_F(Launch, PassesOnThatTheTerminalWasClosed) {
+  int terminal = -1;
+  start(2, 30s, {"wait"}, [&] {
+    const pid_t child = forkpty(&terminal, nullptr, nullptr, nullptr);
+    if (child == 0) signal(SIGHUP, SIG_DFL);  // Ignored under nohup.
+    return child;
+  });
+  const std::vector<Report> ranks = reports();
+  close(terminal);
+
+  EXPECT_EQ(wait(), 128 + SIGHUP);
+  expect_nothing_left(ranks);
+}
+
 // A rank that is asked to end may be in a long step, or save its state: it is killed at the second request.
 TEST_F(Launch, KillsWhatDoesNotListenAfterTheSecondSignalAndTheGrace) {
   start(2, 50ms, {"stubborn"});
