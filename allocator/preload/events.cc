@@ -7,9 +7,13 @@
 namespace forebay {
 namespace {
 
+// `count` entries of the table or ring at `offset`, from the entry `first` on. False if they cannot be read.
 template <typename Entry>
-const Entry* entries_at(const PreloadMapping& file, std::uint64_t offset) {
-  return reinterpret_cast<const Entry*>(static_cast<const unsigned char*>(file.memory()) + offset);
+bool read_entries(const PreloadFile& file, std::uint64_t offset, std::uint64_t first, std::uint64_t count,
+                  std::vector<Entry>* entries) {
+  const std::size_t before = entries->size();
+  entries->resize(before + count);
+  return file.read(offset + first * sizeof(Entry), entries->data() + before, count * sizeof(Entry));
 }
 
 bool is_sound(const PreloadEventsHeader& header, std::uint64_t file_bytes) {
@@ -81,32 +85,40 @@ std::string preload_stream_text(std::uint16_t stream) {
 }
 
 Result<PreloadEventLog> read_preload_events(const std::string& path) {
-  const PreloadMapping file(path, sizeof(PreloadEventsHeader));
+  const PreloadFile file(path);
   if (file.error() != 0) {
     return Status(StatusCode::kIoError, "cannot read the events in ", path, ": ", std::strerror(file.error()),
                   "; keep them beside the records");
   }
-  const auto* const header = static_cast<const PreloadEventsHeader*>(file.memory());
-  if (header == nullptr || !is_sound(*header, file.bytes())) {
-    return Status(StatusCode::kCorruption, "cannot read the events in ", path,
-                  ": it is not an events file of this build; leave it out");
-  }
+  const Status damaged(StatusCode::kCorruption, "cannot read the events in ", path,
+                       ": it is not an events file of this build; leave it out");
+  alignas(PreloadEventsHeader) unsigned char memory[sizeof(PreloadEventsHeader)];
+  const auto& header = *reinterpret_cast<const PreloadEventsHeader*>(memory);
+  // Each copy is checked anew: the process, or another user, may have changed the file.
+  const auto copy_header = [&] {
+    return file.read(0, memory, sizeof memory) && is_sound(header, file.bytes());
+  };
+  if (!copy_header()) return damaged;
   PreloadEventLog log;
-  log.start_us = header->start_us;
+  log.start_us = header.start_us;
   // The table first: later changes of it are among the events.
-  const std::uint64_t block_count = header->block_count.load(std::memory_order_acquire);
-  const auto* table_begin = entries_at<PreloadBlock>(file, header->block_offset);
-  const std::vector<PreloadBlock> table(table_begin, table_begin + block_count);
-  log.untold_blocks = header->untold_blocks.load(std::memory_order_relaxed);
-  const std::uint64_t end = header->written.load(std::memory_order_acquire);
-  const std::uint64_t capacity = header->event_capacity.load(std::memory_order_acquire);
-  const auto* ring = entries_at<PreloadEvent>(file, header->event_offset);
+  std::vector<PreloadBlock> table;
+  if (!read_entries(file, header.block_offset, 0, header.block_count, &table) || !copy_header())
+    return damaged;
+  log.untold_blocks = header.untold_blocks;
+  const std::uint64_t end = header.written;
+  const std::uint64_t capacity = header.event_capacity;
+  const std::uint64_t offset = header.event_offset;
   const std::uint64_t begin = end - std::min(end, capacity);
-  log.events.reserve(end - begin);
-  for (std::uint64_t i = begin; i < end; ++i) log.events.push_back(ring[i % capacity]);
+  for (std::uint64_t i = begin; i < end;) {
+    const std::uint64_t count = std::min(end - i, capacity - i % capacity);
+    if (!read_entries(file, offset, i % capacity, count, &log.events)) return damaged;
+    i += count;
+  }
+  if (!copy_header()) return damaged;
   // Meanwhile the process may have overwritten the oldest events, or may be overwriting one now, or may have
   // been killed while it was.
-  const std::uint64_t later = header->written.load(std::memory_order_acquire) + 1;
+  const std::uint64_t later = header.written + 1;
   log.first_number = std::clamp(later > capacity ? later - capacity : 0, begin, end);
   log.events.erase(log.events.begin(),
                    log.events.begin() + static_cast<std::ptrdiff_t>(log.first_number - begin));
@@ -116,7 +128,7 @@ Result<PreloadEventLog> read_preload_events(const std::string& path) {
                   ": one of them is not valid; leave the file out");
   }
   for (int device = 0; device < kPreloadEventDevices; ++device) {
-    const PreloadDeviceFigures figures = figures_of(device, header->devices[device]);
+    const PreloadDeviceFigures figures = figures_of(device, header.devices[device]);
     if (figures.allocations != 0 || figures.refused != 0 || figures.arena_bytes != 0) {
       log.devices.push_back(figures);
     }

@@ -101,24 +101,31 @@ std::string text_of(const PreloadText& text) {
   return std::string(text.text, ::strnlen(text.text, sizeof text.text));
 }
 
-// The record in a mapped file; null if it is not one of this build.
-PreloadRecord* record_in(const PreloadMapping& file) {
-  auto* const record = static_cast<PreloadRecord*>(file.memory());
-  const bool usable = record != nullptr && file.bytes() == sizeof(PreloadRecord) &&
-                      record->magic == kPreloadRecordMagic && record->bytes == sizeof(PreloadRecord);
-  return usable ? record : nullptr;
-}
+// A copy of the record in a file.
+class RecordCopy {
+ public:
+  explicit RecordCopy(const PreloadFile& file) noexcept
+      : usable_(file.bytes() == sizeof(PreloadRecord) && file.read(0, memory_, sizeof memory_) &&
+                record().magic == kPreloadRecordMagic && record().bytes == sizeof(PreloadRecord)) {}
+  bool is_of_this_build() const noexcept { return usable_; }
+  const PreloadRecord& record() const noexcept { return *reinterpret_cast<const PreloadRecord*>(memory_); }
+
+ private:
+  alignas(PreloadRecord) unsigned char memory_[sizeof(PreloadRecord)] = {};
+  bool usable_;
+};
 
 // Reads one record. Returns why it could not be read; empty: it was read.
 std::string read_record(const std::string& path, PreloadReport* report) {
-  const PreloadMapping file(path, sizeof(PreloadRecord));
+  const PreloadFile file(path);
   if (file.error() != 0) return std::string("it cannot be read: ") + std::strerror(file.error());
   if (file.bytes() != sizeof(PreloadRecord)) {
     return join_text("it is not a record of this build: it has ", file.bytes(), " bytes, not ",
                      sizeof(PreloadRecord));
   }
-  if (record_in(file) == nullptr) return "it is not a record of this build";
-  const PreloadRecord& record = *record_in(file);
+  const RecordCopy copy(file);
+  if (!copy.is_of_this_build()) return "it is not a record of this build";
+  const PreloadRecord& record = copy.record();
   report->path = path;
   report->mode = record.mode;
   report->process = record.process;
@@ -162,28 +169,28 @@ const char* preload_server_text(PreloadServer server) noexcept {
   return index < kPreloadServerCount ? kTexts[index] : "";
 }
 
-PreloadMapping::PreloadMapping(const std::string& path, std::size_t bytes_min, bool writable) {
-  // Opening a pipe would wait for a writer.
-  const internal::Descriptor file(
-      ::open(path.c_str(), (writable ? O_RDWR : O_RDONLY) | O_CLOEXEC | O_NONBLOCK));
+// Opening a pipe would wait for a writer.
+PreloadFile::PreloadFile(const std::string& path, bool writable)
+    : file_(::open(path.c_str(), (writable ? O_RDWR : O_RDONLY) | O_CLOEXEC | O_NONBLOCK)) {
   struct stat facts {};
-  if (!file.valid() || ::fstat(file.number(), &facts) != 0) {
+  if (!file_.valid() || ::fstat(file_.number(), &facts) != 0) {
     error_ = errno;
     return;
   }
-  bytes_ = static_cast<std::size_t>(facts.st_size);
-  if (bytes_ < bytes_min) return;
-  const int protection = writable ? PROT_READ | PROT_WRITE : PROT_READ;
-  void* const memory = ::mmap(nullptr, bytes_, protection, MAP_SHARED, file.number(), 0);
-  if (memory == MAP_FAILED) {
-    error_ = errno;
-  } else {
-    memory_ = memory;
-  }
+  bytes_ = static_cast<std::uint64_t>(facts.st_size);
 }
 
-PreloadMapping::~PreloadMapping() {
-  if (memory_ != nullptr) ::munmap(memory_, bytes_);
+bool PreloadFile::read(std::uint64_t offset, void* target, std::size_t bytes) const noexcept {
+  auto* next = static_cast<unsigned char*>(target);
+  while (bytes > 0) {
+    const ssize_t count = ::pread(file_.number(), next, bytes, static_cast<off_t>(offset));
+    if (count < 0 && errno == EINTR) continue;
+    if (count <= 0) return false;
+    next += count;
+    offset += static_cast<std::uint64_t>(count);
+    bytes -= static_cast<std::size_t>(count);
+  }
+  return true;
 }
 
 PreloadRecord& preload_record_of_process(PreloadMode mode) noexcept {
@@ -257,11 +264,15 @@ Status request_preload_trim(const std::string& record_path) {
     return Status(StatusCode::kIoError, "cannot ask the process of ", record_path,
                   " to give memory back: ", found, "; use the account that the process runs under");
   };
-  const PreloadMapping file(record_path, sizeof(PreloadRecord), true);
+  const PreloadFile file(record_path, true);
   if (file.error() != 0) return refusal(std::strerror(file.error()));
-  PreloadRecord* const record = record_in(file);
-  if (record == nullptr) return refusal("it is not a record of this build");
-  record->trim_requests.fetch_add(1, std::memory_order_release);
+  const RecordCopy copy(file);
+  if (!copy.is_of_this_build()) return refusal("it is not a record of this build");
+  const std::uint32_t next = copy.record().trim_requests.load(std::memory_order_relaxed) + 1;
+  if (::pwrite(file.descriptor().number(), &next, sizeof next, offsetof(PreloadRecord, trim_requests)) !=
+      sizeof next) {
+    return refusal(std::strerror(errno));
+  }
   return {};
 }
 

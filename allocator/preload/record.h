@@ -14,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "forebay/descriptor.h"
 #include "forebay/status.h"
 
 namespace forebay {
@@ -87,22 +88,22 @@ struct PreloadRecord {
   PreloadText events;   // The name of the events file in the same directory; empty: none is kept.
 };
 
-// A file of the preload, mapped whole. None is mapped if it cannot be read or has fewer bytes than asked for.
-class PreloadMapping {
+// A file of the preload. It is read and not mapped: another user may make it shorter at any moment, and
+// access to a mapping would then end this process (SIGBUS).
+class PreloadFile {
  public:
-  PreloadMapping(const std::string& path, std::size_t bytes_min, bool writable = false);
-  ~PreloadMapping();
-  PreloadMapping(const PreloadMapping&) = delete;
-  PreloadMapping& operator=(const PreloadMapping&) = delete;
+  explicit PreloadFile(const std::string& path, bool writable = false);
 
-  int error() const noexcept { return error_; }          // 0, or the errno for which it cannot be read.
-  std::size_t bytes() const noexcept { return bytes_; }  // The size of the file.
-  void* memory() const noexcept { return memory_; }      // Null: none is mapped.
+  const internal::Descriptor& descriptor() const noexcept { return file_; }
+  int error() const noexcept { return error_; }            // 0, or the errno for which it cannot be read.
+  std::uint64_t bytes() const noexcept { return bytes_; }  // The size of the file when it was opened.
+  // False if the file does not have all of these bytes any more, or they cannot be read.
+  bool read(std::uint64_t offset, void* target, std::size_t bytes) const noexcept;
 
  private:
+  internal::Descriptor file_;
   int error_ = 0;
-  std::size_t bytes_ = 0;
-  void* memory_ = nullptr;
+  std::uint64_t bytes_ = 0;
 };
 
 // The record of this process. It is mapped from a new file if FOREBAY_PRELOAD_RECORDS names a directory, else

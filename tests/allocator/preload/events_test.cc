@@ -1,12 +1,14 @@
 // Reports, traces and snapshots of `forebay run`, however the processes end.
 #include "allocator/preload/events.h"
 
+#include <fcntl.h>
 #include <gtest/gtest.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstring>
 #include <filesystem>
@@ -17,11 +19,13 @@
 #include <nlohmann/json.hpp>
 #include <random>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
 #include "allocator/preload/event_log.h"
 #include "forebay/arena.h"
+#include "forebay/descriptor.h"
 #include "forebay/host_backend.h"
 #include "runtime/command/page/report_page.h"
 #include "runtime/command/run/process_history.h"
@@ -29,6 +33,7 @@
 #include "runtime/command/run/recorder.h"
 #include "runtime/command/traces/allocation_trace.h"
 #include "tests/allocator/preload/preload_run.h"
+#include "tests/support/let_others_run.h"
 
 namespace forebay::testing {
 namespace {
@@ -867,6 +872,37 @@ TEST_F(EventFile, InvalidContentsAreRefused) {
     EXPECT_EQ(read().status().code(), one.is_sound ? StatusCode::kOk : StatusCode::kCorruption);
   }
   EXPECT_EQ(read_preload_events(directory_ / "none.events").status().code(), StatusCode::kIoError);
+}
+
+// Another user may change a file in a directory that all may write to, at any moment.
+TEST_F(EventFile, FilesThatBecomeShorterWhileTheyAreReadEndNoProcess) {
+  const std::string record_path = read_preload_records(directory_.path()).value().front().path;
+  const std::string record = read_text(record_path);
+  write_record(path_, bytes_);
+  std::atomic<bool> is_over{false};
+  std::thread other([&] {
+    const internal::Descriptor events(::open(path_.c_str(), O_RDWR | O_CLOEXEC));
+    const internal::Descriptor counts(::open(record_path.c_str(), O_RDWR | O_CLOEXEC));
+    const auto write_anew = [](const internal::Descriptor& file, const std::string& text) {
+      EXPECT_EQ(::ftruncate(file.number(), 0), 0);
+      EXPECT_EQ(::pwrite(file.number(), text.data(), text.size(), 0), static_cast<ssize_t>(text.size()));
+    };
+    while (!is_over) {
+      write_anew(events, bytes_);
+      write_anew(counts, record);
+      testing::let_others_run();
+    }
+  });
+  for (int i = 0; i < 2000; ++i) {
+    const Result<PreloadEventLog> log = read_preload_events(path_);
+    EXPECT_TRUE(log.ok() || log.status().code() == StatusCode::kCorruption) << log.status().to_string();
+    EXPECT_TRUE(read_preload_records(directory_.path()).ok());
+    static_cast<void>(request_preload_trim(record_path));
+  }
+  is_over = true;
+  other.join();
+  EXPECT_TRUE(read_preload_events(path_).ok());
+  EXPECT_EQ(read_preload_records(directory_.path()).value().size(), 1u);
 }
 
 TEST_F(EventFile, HasTheTimesOfItsProcess) {
