@@ -64,7 +64,7 @@ class BackgroundSave {
   void publish();
 
   BackgroundSaveJob job_;
-  std::optional<StateDirectory> directory_;  // Of the thread, until it has ended.
+  std::optional<StateDirectory> directory_;  // Used by the thread until it has ended.
   std::mutex mutex_;
   std::condition_variable changed_;
   // Guarded by mutex_.

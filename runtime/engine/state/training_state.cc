@@ -6,6 +6,7 @@
 #include <functional>
 #include <map>
 #include <optional>
+#include <system_error>
 
 #include "forebay/host_adam.h"
 #include "forebay/log.h"
@@ -220,7 +221,10 @@ void Engine::Impl::begin_save(const std::string& directory, const std::string& t
   Communicator& saving = state_ranks(directory);
   const bool saves_grid = &saving != &communicator;
   internal::BackgroundSaveJob job;
-  job.directory = directory;
+  // The program may change its working directory before the thread opens it.
+  std::error_code unknown;
+  const std::filesystem::path absolute = std::filesystem::absolute(directory, unknown);
+  job.directory = unknown ? directory : absolute.string();
   job.name = internal::state_name(attempted_steps);
   job.rank = saving.rank();
   job.ranks = saving.size();

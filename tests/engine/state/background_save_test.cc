@@ -1,6 +1,8 @@
 // States that a thread saves while training goes on: the files and the training are those of a save that is
 // waited for, and a kill at any moment leaves a whole state.
 
+#include "runtime/engine/state/background_save.h"
+
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <sys/wait.h>
@@ -22,7 +24,6 @@
 
 #include "forebay/error.h"
 #include "forebay/units.h"
-#include "runtime/engine/state/background_save.h"
 #include "runtime/engine/state/state_files.h"
 #include "tests/engine/toy_cases.h"
 #include "tests/offload/memory_store.h"
@@ -297,6 +298,25 @@ TEST_F(BackgroundSave, WhatAFailedSaveLeftIsRemovedWhenAllRanksKnow) {
   }
   EXPECT_FALSE(fs::exists(temporary));
   EXPECT_NO_THROW(internal::StateLock(directory, true));
+}
+
+TEST_F(BackgroundSave, GoesToTheDirectoryThatTheNameMeantWhenItBegan) {
+  ToyOptions options = options_for(2, DataType::kBfloat16, 1);
+  options.engine.save_async = true;
+  const fs::path before = fs::current_path();
+  run_ranks(1, {}, [&](Rank& rank) {
+    ToyTrainer trainer(options, rank);
+    trainer.initialize();
+    for (int step = 0; step < 5; ++step) {
+      static_cast<void>(trainer.step(step));
+      fs::current_path(directory_);
+      trainer.engine().save_state_begin("states", "text");
+      fs::current_path("/");
+      trainer.engine().save_state_end();
+    }
+    EXPECT_EQ(trainer.engine().load_state(place("states")), "text");
+  });
+  fs::current_path(before);
 }
 
 // Their files would have the same names.
