@@ -8,8 +8,26 @@ namespace forebay::fake_cuda {
 namespace {
 
 // The stack of cuCtxSetCurrent, Push and Pop. Handles are never used twice, so one left over from before a
-// reset is known to be stale.
-thread_local std::vector<CuContext> current_stack;
+// reset is known to be stale. It has no destructor: destructors of a program's thread-locals may call the
+// driver.
+class ContextStack {
+ public:
+  bool empty() const { return count_ == 0; }
+  CuContext& back() { return handles_[count_ - 1]; }
+  // False if it is full.
+  bool push(CuContext context) {
+    if (count_ == kMost) return false;
+    handles_[count_++] = context;
+    return true;
+  }
+  void pop() { --count_; }
+
+ private:
+  static constexpr std::size_t kMost = 128;
+  CuContext handles_[kMost] = {};
+  std::size_t count_ = 0;
+};
+thread_local constinit ContextStack current_stack;
 
 CuResult retain_primary(int device, ContextPtr* result) {
   if (!valid_device(device)) return CuResult::kInvalidDevice;
@@ -39,8 +57,8 @@ CuResult create_context(CuContext* result, unsigned flags, CuDevice device) {
   context->device = device;
   context->alive = true;
   context->flags = flags;
+  if (!current_stack.push(context->handle)) return CuResult::kOutOfMemory;
   state.contexts[context->handle] = context;
-  current_stack.push_back(context->handle);
   *result = context->handle;
   return CuResult::kSuccess;
 }
@@ -225,7 +243,7 @@ CuResult cuCtxDestroy_v2(CuContext context) {
   if (found == nullptr || found->primary) return CuResult::kInvalidContext;
   destroy_context(lock, found);
   state.contexts.erase(context);
-  if (!current_stack.empty() && current_stack.back() == context) current_stack.pop_back();
+  if (!current_stack.empty() && current_stack.back() == context) current_stack.pop();
   return CuResult::kSuccess;
 }
 
@@ -233,9 +251,9 @@ CuResult cuCtxSetCurrent(CuContext context) {
   const Lock lock(driver().mutex);
   if (context != nullptr && find_context(context) == nullptr) return CuResult::kInvalidContext;
   if (current_stack.empty()) {
-    if (context != nullptr) current_stack.push_back(context);
+    if (context != nullptr) current_stack.push(context);
   } else if (context == nullptr) {
-    current_stack.pop_back();
+    current_stack.pop();
   } else {
     current_stack.back() = context;
   }
@@ -253,14 +271,14 @@ CuResult cuCtxGetCurrent(CuContext* context) {
 CuResult cuCtxPushCurrent_v2(CuContext context) {
   const Lock lock(driver().mutex);
   if (find_context(context) == nullptr) return CuResult::kInvalidContext;
-  current_stack.push_back(context);
+  if (!current_stack.push(context)) return CuResult::kOutOfMemory;
   return CuResult::kSuccess;
 }
 
 CuResult cuCtxPopCurrent_v2(CuContext* context) {
   if (current_stack.empty()) return CuResult::kInvalidContext;
   if (context != nullptr) *context = current_stack.back();
-  current_stack.pop_back();
+  current_stack.pop();
   return CuResult::kSuccess;
 }
 
