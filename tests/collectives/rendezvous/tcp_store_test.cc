@@ -712,10 +712,11 @@ TEST_P(TcpStoreWorld, StrangersAreKeptForAWhileAndTheOldestMakesRoom) {
   const Clock::time_point begin = Clock::now();
   const std::size_t limit = kStrangersMax + static_cast<std::size_t>(size());
   while (strangers.size() < limit) come();
-  const bool were_kept = std::none_of(strangers.begin(), strangers.end(), is_closed);
+  // Rank 0, which may come among them, is a stranger for a moment and then needs the room of one.
+  const bool were_kept = std::none_of(strangers.begin() + 1, strangers.end(), is_closed);
   come();
   while (!is_closed(strangers[0])) testing::let_others_run();
-  const bool is_kept = !is_closed(strangers[1]) && !is_closed(strangers.back());
+  const bool is_kept = !is_closed(strangers[2]) && !is_closed(strangers.back());
   // Later than that the time of all is over.
   if (Clock::now() - begin < kAdmissionMax) {
     EXPECT_TRUE(were_kept);
