@@ -511,6 +511,30 @@ class OneRank(unittest.TestCase):
         model[0].weight, model[1].weight = (torch.nn.Parameter(part.view(-1, 4)) for part in both.split([16, 8]))
         forebay.shard(model)
 
+    def test_parameters_that_share_elements_with_other_strides_are_refused(self):
+        whole = torch.randn(8, 8)
+        bits = torch.randn(4, 8, dtype=torch.bfloat16)
+        shared = {
+            "transposed": (whole, whole.t()), "columns and a row": (whole[:, ::2], whole[5]), "columns": (whole[:, 2:5], whole[:, 4:]),
+            "expanded": (whole[:1].expand(4, 8), whole[0, 3:]), "permuted": (whole.view(2, 4, 8).permute(2, 0, 1), whole[7]),
+            "of two types": (bits[:, ::2], bits.view(torch.float32)[:, 1:])}
+        apart = {
+            "halves": whole.split(4), "rows": whole, "interleaved columns": (whole[:, ::2], whole[:, 1::2]),
+            "columns": whole.split(3, dim=1), "interleaved rows": (whole[::2], whole[1::2].t()), "one between": (whole[::2, ::2], whole[3]),
+            "of two types": (bits[:, :4], bits.view(torch.float32)[:, 2:]), "empty": (whole[:, :0], whole.t(), whole[:, 8:])}
+
+        def model(views):
+            made = torch.nn.Module()
+            made.views = torch.nn.ParameterList(torch.nn.Parameter(view) for view in views)
+            return made
+
+        for name, views in shared.items():
+            with self.subTest(name), self.assertRaisesRegex(forebay.Unsupported, r"views\.0 and views\.1 share elements"):
+                forebay.shard(model(views), dtype="fp32")
+        for name, views in apart.items():
+            with self.subTest(name):
+                forebay.shard(model(views), dtype="fp32")
+
     def test_parameters_that_no_optimizer_updates_are_left_out(self):
         for extra in (torch.nn.Parameter(torch.empty(0)), torch.nn.Parameter(torch.arange(3), requires_grad=False)):
             for in_group in (False, True):

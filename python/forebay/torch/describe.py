@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import collections
 import difflib
-from typing import Any, Collection, Dict, Iterable, List, Optional, Sequence, Tuple
+import math
+from typing import Any, Collection, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -154,6 +155,52 @@ def _match(model: nn.Module, wanted: Sequence[Any], option: str) -> set:
                                   + (f"did you mean {near[0]}?" if near else "print(model) shows them"))
         chosen.update(matches)
     return chosen
+
+
+def refuse_overlap(parameters: Iterable[nn.Parameter], names: Mapping[nn.Parameter, str]) -> None:
+    """Errors: Unsupported for two parameters over the same elements: each would become one of its own.
+
+    Cost: linear. Only parameters whose extents overlap, as those of interleaved columns, are looked at element by element.
+    """
+    extents = [(*_extent(p), p) for p in parameters if not p.is_meta and p.numel() and p.layout == torch.strided]
+    together: List[Tuple[int, int, nn.Parameter]] = []  # Each begins before the end of the others before it.
+    last = 0
+    for one in sorted(extents, key=lambda extent: extent[0]):
+        if one[0] >= last:
+            _refuse_shared(together, names)
+            together = []
+        together.append(one)
+        last = max(last, one[1])
+    _refuse_shared(together, names)
+
+
+def _extent(p: torch.Tensor) -> Tuple[int, int]:
+    """The address of the first byte, and of the end."""
+    steps = sum((count - 1) * stride for count, stride in zip(p.shape, p.stride()))
+    return p.data_ptr(), p.data_ptr() + (steps + 1) * p.element_size()
+
+
+def _refuse_shared(extents: Sequence[Tuple[int, int, nn.Parameter]], names: Mapping[nn.Parameter, str]) -> None:
+    if len(extents) < 2:
+        return
+    begin = extents[0][0]
+    grain = math.gcd(*(number for first, _, p in extents for number in (first - begin, p.element_size())))
+    marks = torch.zeros((max(end for _, end, _ in extents) - begin) // grain, dtype=torch.bool, device="cpu")
+
+    def marks_of(first: int, p: nn.Parameter) -> torch.Tensor:
+        grains = p.element_size() // grain
+        steps = [(count, stride * grains) for count, stride in zip(p.shape, p.stride()) if stride] + [(grains, 1)]
+        return marks.as_strided([count for count, _ in steps], [stride for _, stride in steps], (first - begin) // grain)
+
+    for i, (first, _, p) in enumerate(extents):
+        mine = marks_of(first, p)
+        if mine.any():
+            marks.zero_()
+            mine.fill_(True)
+            other = next(one for at, _, one in extents[:i] if marks_of(at, one).any())
+            raise Unsupported(f"parameters {names[other]} and {names[p]} share elements as views of one tensor, and would be trained "
+                              "apart; use one nn.Parameter in both places, or clone() one of them")
+        mine.fill_(True)
 
 
 def model_dtype(model: nn.Module, dtype: Any = None) -> torch.dtype:

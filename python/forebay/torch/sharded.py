@@ -241,7 +241,7 @@ class Sharded:
         if len(devices) > 1:
             raise InvalidArgument(f"parameters are on {', '.join(map(str, devices))}; move the model to one device "
                                   "before shard()")
-        self.refuse_overlap()
+        describe.refuse_overlap(self.parameters, self.names)
         self.device = describe.device_of(options.get("device") or next(iter(devices), "cpu"))
         self.engine: Optional[core.Engine] = None
         # A call into the engine that has not been noted here: of a unit, or True. See catch_up().
@@ -285,15 +285,6 @@ class Sharded:
         model.register_forward_hook(self.after_model, always_call=True)
         if meaning is not None:
             deepspeed.say(meaning.without_effect)
-
-    def refuse_overlap(self) -> None:
-        """Errors: Unsupported for two parameters over the same elements: each would become one of its own."""
-        spans = sorted((p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), self.names[p]) for p in self.parameters
-                       if not p.is_meta and p.numel() and p.is_contiguous())
-        for (_, end, name), (begin, _, other) in zip(spans, spans[1:]):
-            if begin < end:
-                raise Unsupported(f"parameters {name} and {other} share elements as views of one tensor, and would be trained "
-                                  "apart; use one nn.Parameter in both places, or clone() one of them")
 
     def refuse_replaced(self) -> None:
         """Errors: InvalidArgument for a parameter that its module no longer has."""
