@@ -390,6 +390,10 @@ Lease Engine::backward(UnitId unit, Stream stream) {
   for (const int owner : owners) {
     impl.must(impl.backend.stream_wait(stream, impl.reducer->reduced(owner)));
     impl.reducer->wait_for_copy_down(owner, stream);
+    // Gradients of one unit may be added to on several streams, one after the other.
+    const Impl::Unit& u = impl.unit(owner);
+    if (u.released_on.handle != nullptr && u.released_on != stream)
+      impl.must(impl.backend.stream_wait(stream, u.released));
   }
   return impl.make_lease(*this, unit, stream, true);
 }

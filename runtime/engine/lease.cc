@@ -265,14 +265,12 @@ void Engine::Impl::end_lease(std::uint64_t number) noexcept {
                (lease.backward ? "backward " : "forward ") + shape(index).name);
     }
     if (lease.backward && options.find_non_finite) search_gradients(lease);
+    if (!recorded() && lease.backward) reducer->complete(index, lease.stream);
+    for (const int owner : units_read_by(model, index)) must(note_release(owner, lease.stream));
+    gatherer->note_lease(index);
     if (recorded()) {
-      for (const int owner : units_read_by(model, index)) must(note_release(owner, lease.stream));
-      gatherer->note_lease(index);
       release(lease);
     } else {
-      if (lease.backward) reducer->complete(index, lease.stream);
-      must(backend.event_record(unit(index).released, lease.stream));
-      gatherer->note_lease(index);
       if (!lease.backward) return;
       engine_stream.wait(unit(index).released);
       cursor = index;

@@ -604,6 +604,7 @@ void Engine::Impl::load_factors(SavedState& saved, int index) {
 }
 
 void Engine::Impl::load_values(SavedState& saved) {
+  settle_leases();
   std::vector<float> host;
   for (int unit_index = 0; unit_index < unit_count(); ++unit_index) {
     const std::vector<ParameterShape>& parameters = shape(unit_index).parameters;

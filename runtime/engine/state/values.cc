@@ -61,6 +61,11 @@ void Engine::Impl::settle_updates() {
   must(updater->failure());
 }
 
+// Work that the trainer queued under leases may still use parameters and gradients.
+void Engine::Impl::settle_leases() {
+  for (const Unit& u : units) must(backend.event_synchronize(u.released));
+}
+
 void Engine::Impl::copy_in(DevicePtr target, const void* source, std::uint64_t bytes) {
   if (bytes == 0) return;
   settle_updates();
@@ -291,6 +296,7 @@ std::vector<float> Engine::Impl::unit_frozen(int index) {
 
 void Engine::Impl::set_parameter(ParameterId id, std::uint64_t first, Span<const float> values) {
   Unit& u = unit(id.unit);
+  must(backend.event_synchronize(u.released));  // The trainer may still read it.
   const UnitLayout& place_of_unit = layout(id.unit);
   UnitLayout::Place place = place_of_unit.places[static_cast<std::size_t>(id.index)];
   place.offset += first;
@@ -335,9 +341,10 @@ void Engine::Impl::spill(const SpillOptions& states) {
   if (!options.spillable) {
     misuse("spill() of an engine whose states share memory; set EngineOptions::spillable before commit()");
   }
-  // Work queued under leases may still use the states.
-  for (const Unit& u : units) must(backend.event_synchronize(u.released));
+  settle_leases();
   must(backend.stream_synchronize(engine_stream));
+  // An abandoned step leaves reductions and their norms in the queue.
+  reducer->synchronize();
   settle_updates();
   const std::array<bool, kDevicePoolCount> wanted{
       states.parameters, states.gradients, states.optimizer, false, states.workspace, states.workspace};
@@ -407,6 +414,7 @@ void Engine::swap_average() {
         "EngineOptions::master_weights");
   }
   const Impl::OtherTraffic other(impl);
+  impl.settle_leases();
   std::vector<float> masters, averages;
   for (int unit = 0; unit < impl.unit_count(); ++unit) {
     const std::uint64_t count = impl.unit(unit).updated_count;

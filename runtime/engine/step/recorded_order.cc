@@ -76,8 +76,6 @@ void Engine::Impl::acquired(int index, Stream stream, bool backward) {
         std::fill(u.contributed.begin(), u.contributed.end(), false);
       }
       open_gradients(owner);
-      // Gradients of one unit may be added to on several streams, one after the other.
-      if (u.released_on.handle != nullptr) must(backend.stream_wait(stream, u.released));
     } else if (!after_evaluation) {
       ++u.forwards;
     }
