@@ -265,7 +265,7 @@ class ZeroCheckpoint : public TensorSource {
     if (lists == nullptr) return;
     for (const PickleValue& list : pickle.items(*lists)) {
       const std::optional<std::vector<std::uint64_t>> paddings = numbers_of(pickle, list);
-      if (!paddings) refuse_import(path, "its param_alignment_paddings are not numbers");
+      if (!paddings) refuse_import(path, "its param_alignment_paddings are not numbers, or too many");
       paddings_.push_back(*paddings);
     }
   }
@@ -445,7 +445,8 @@ class ZeroCheckpoint : public TensorSource {
     const std::vector<PickleValue>& entries = pickle.items(dict);
     for (std::size_t i = 0; dict.kind == Kind::kDict && i + 1 < entries.size(); i += 2) {
       const std::optional<std::vector<std::uint64_t>> shape = numbers_of(pickle, entries[i + 1]);
-      if (entries[i].kind != Kind::kString || !shape || !element_count(*shape))
+      if (entries[i].kind != Kind::kString || !shape || !element_count(*shape) ||
+          !pickle.may_copy(entries[i].length))
         refuse_import(path, "the shape of a parameter cannot be read");
       shapes.emplace_back(Pickle::text_of(entries[i]), *shape);
     }

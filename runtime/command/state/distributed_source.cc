@@ -137,7 +137,7 @@ class DistributedCheckpoint : public TensorSource {
   std::vector<std::uint64_t> need_numbers(const Pickle& pickle, const PickleValue& object,
                                           const char* name) const {
     const std::optional<std::vector<std::uint64_t>> numbers = numbers_of(pickle, need(pickle, object, name));
-    if (!numbers) refuse("its " + std::string(name) + " are not numbers");
+    if (!numbers) refuse("its " + std::string(name) + " are not numbers, or too many");
     return *numbers;
   }
 
@@ -154,6 +154,7 @@ class DistributedCheckpoint : public TensorSource {
       const PickleValue* const offset = pickle.attribute(entries[i], "offset");
       std::vector<std::uint64_t> offsets;
       if (offset != nullptr) offsets = numbers_of(pickle, *offset).value_or(offsets);
+      if (!pickle.may_copy(key.size())) refuse("it names values too often");
       const std::string name(Pickle::text_of(need(pickle, entries[i + 1], "relative_path")));
       if (name.empty() || name == ".." || name.find('/') != std::string::npos ||
           name.find('\0') != std::string::npos)

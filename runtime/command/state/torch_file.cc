@@ -13,6 +13,7 @@ using Kind = PickleValue::Kind;
 
 // Dimensions of a tensor. PyTorch allows 64.
 constexpr std::size_t kMostDimensions = 64;
+constexpr std::size_t kVectorBytes = 64;  // A vector takes these beside its numbers.
 // Wrappers of a tensor: a parameter of a tensor with attributes.
 constexpr int kMostWrappers = 4;
 
@@ -63,6 +64,7 @@ std::optional<std::vector<std::uint64_t>> numbers_of(const Pickle& pickle, const
     list = &pickle.arguments(value).front();
   if (list->kind != Kind::kList) return std::nullopt;
   std::vector<std::uint64_t> numbers;
+  if (!pickle.may_copy(kVectorBytes + pickle.items(*list).size() * sizeof(numbers[0]))) return std::nullopt;
   for (const PickleValue& number : pickle.items(*list)) {
     if (number.kind != Kind::kInteger || number.integer < 0) return std::nullopt;
     numbers.push_back(static_cast<std::uint64_t>(number.integer));

@@ -19,7 +19,8 @@ namespace forebay {
 // A pickle as data alone, with PickleNames::kAll. Errors: throws Error(kCorruption), naming `path`.
 Pickle read_pickle(const std::string& path, std::string_view text, const PickleLimits& limits);
 
-// The numbers of a list or of a torch.Size; nothing for other values and negative numbers.
+// The numbers of a list or of a torch.Size; nothing for other values and negative numbers, and where
+// Pickle::may_copy() says no.
 std::optional<std::vector<std::uint64_t>> numbers_of(const Pickle& pickle, const PickleValue& value);
 
 // The number of an enumerator, IntEnum(2), or of an integer; nothing for other values.

@@ -140,6 +140,7 @@ class PickleMachine {
   }
   void stop() {
     pickle_.root_ = pop();
+    pickle_.text_bytes_ = text_.size();
     stopped_ = true;
   }
 

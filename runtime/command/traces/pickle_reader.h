@@ -9,6 +9,7 @@
 // Source: CPython, Lib/pickletools.py, for the meaning of each opcode.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -86,6 +87,13 @@ class Pickle {
   // find() in the state.
   const PickleValue* attribute(const PickleValue& object, std::string_view name) const;
 
+  // Call before a copy of so many bytes of the values. False if more would be copied in all than a pickle of
+  // this length needs: lists that are in it once and named many times make copies without bound.
+  bool may_copy(std::size_t bytes) const noexcept {
+    copied_bytes_ += std::min(bytes, kMostCopied - copied_bytes_);
+    return copied_bytes_ < std::min(kMostCopied, kLeastCopied + kCopiedPerByte * text_bytes_);
+  }
+
   static std::string_view text_of(const PickleValue& value) {
     return value.kind == PickleValue::Kind::kString ? std::string_view(value.text, value.length)
                                                     : std::string_view();
@@ -93,7 +101,14 @@ class Pickle {
 
  private:
   friend class PickleMachine;
+  static constexpr std::size_t kMostCopied = SIZE_MAX / 2;
+  static constexpr std::size_t kLeastCopied = 1 << 20;
+  // A chunk of a distributed checkpoint has 60 bytes and more, and 200 when it is copied.
+  static constexpr std::size_t kCopiedPerByte = 32;
+
   PickleValue root_;
+  std::size_t text_bytes_ = 0;
+  mutable std::size_t copied_bytes_ = 0;
   std::vector<std::vector<PickleValue>> containers_;  // An object has three values: name, arguments, state.
   std::set<std::string, std::less<>> names_;          // Values of kind kName refer to them.
 };

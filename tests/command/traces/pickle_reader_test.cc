@@ -4,6 +4,7 @@
 
 #include <string>
 
+#include "runtime/command/state/torch_file.h"
 #include "tests/support/pickle_writer.h"
 
 namespace forebay {
@@ -188,6 +189,33 @@ TEST(PickleReader, KeepsToItsLimits) {
   std::string deep(kDepth, ']');
   deep += std::string(kDepth - 1, 'a');
   EXPECT_TRUE(Pickle::read(PickleWriter().raw(deep).finish()).ok());
+}
+
+// A list that is in it once and named many times.
+TEST(PickleReader, CopiesAreBoundedByItsLength) {
+  constexpr int kNumbers = 20'000;
+  constexpr int kNames = 20'000;
+  const auto list_of_lists = [](int count) {
+    std::string opcodes = "](](";
+    for (int i = 0; i < kNumbers; ++i) opcodes += std::string("K\x01", 2);
+    opcodes += std::string("eq\x00", 3);
+    for (int i = 1; i < count; ++i) opcodes += std::string("h\x00", 2);
+    return PickleWriter(2).raw(opcodes + "e").finish();
+  };
+  const auto copied = [](const std::string& text) {
+    const Result<Pickle> read = Pickle::read(text);
+    EXPECT_TRUE(read.ok()) << read.status().to_string();
+    std::size_t bytes = 0;
+    for (const PickleValue& list : read.value().items(read.value().root())) {
+      const auto numbers = numbers_of(read.value(), list);
+      if (!numbers) break;
+      bytes += numbers->size() * sizeof(std::uint64_t);
+    }
+    return bytes;
+  };
+  EXPECT_EQ(copied(list_of_lists(3)), 3 * kNumbers * sizeof(std::uint64_t));
+  const std::string text = list_of_lists(kNames);
+  EXPECT_LT(copied(text), (std::size_t{1} << 20) + 32 * text.size());
 }
 
 }  // namespace
