@@ -230,6 +230,12 @@ void StateDirectory::rename(const std::string& from, const std::string& to) cons
     io_error("rename", path_ + "/" + from);
 }
 
+bool StateDirectory::rename_directory(const std::string& from, const std::string& to) const {
+  if (::renameat(descriptor_.number(), from.c_str(), descriptor_.number(), to.c_str()) == 0) return true;
+  if (errno != EXDEV) io_error("rename", path_ + "/" + from);
+  return false;
+}
+
 void StateDirectory::sync() const {
   if (::fsync(descriptor_.number()) != 0) io_error("sync", path_);
 }

@@ -53,6 +53,8 @@ class StateDirectory {
   bool has(const std::string& name) const;
   std::vector<std::string> names() const;
   void rename(const std::string& from, const std::string& to) const;
+  // False where the file system renames no such directory, as an overlay does with one of a lower layer.
+  bool rename_directory(const std::string& from, const std::string& to) const;
   void sync() const;
   // Removes a subdirectory and the files in it. Leaves the rest where it cannot.
   void remove(const std::string& name) const noexcept;

@@ -79,8 +79,7 @@ void remove_state(const StateDirectory& directory, const std::string& name) {
   if (!directory.has(name)) return;
   const std::string removed = std::string(kRemovedPrefix) + name;
   directory.remove(removed);
-  directory.rename(name, removed);
-  directory.remove(removed);
+  directory.remove(directory.rename_directory(name, removed) ? removed : name);
 }
 
 // Keeps `newest` and the states of the steps before it, `keep` in all. States of later steps are those of a
