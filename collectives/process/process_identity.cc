@@ -96,6 +96,10 @@ Result<std::string> host_identity() {
     if (length <= 0) return no_proc(space);
     *identity += " " + std::string(name, static_cast<std::size_t>(length));
   }
+  // The start times of processes depend on it. Linux has it since 5.6.
+  char name[64];
+  const ssize_t length = readlink("/proc/self/ns/time", name, sizeof(name));
+  if (length > 0) *identity += " " + std::string(name, static_cast<std::size_t>(length));
   return *identity;
 }
 
