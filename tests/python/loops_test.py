@@ -5,6 +5,7 @@ import tempfile
 import threading
 import unittest
 import warnings
+from unittest import mock
 
 import support
 
@@ -13,6 +14,7 @@ support.need_library()
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import forebay
 
@@ -408,6 +410,40 @@ class Loops(unittest.TestCase):
                 model(inputs(0)).square().sum().backward()
             optimizer.step()
             self.assertTrue(all(unit.held == 0 for unit in model._forebay.units))
+
+    def test_an_interrupt_before_the_first_acquisition_of_a_backward_pass(self):
+        def interrupt(unit, backward, stream):
+            if backward:
+                raise KeyboardInterrupt
+            acquire(unit, backward, stream)
+
+        def loop(model, adamw, reentrant, evaluates):
+            nonlocal acquire
+            optimizer = adamw(model)
+            for step in range(4):
+                for micro_step in range(2):
+                    def loss():
+                        x = inputs(step + micro_step).requires_grad_()
+                        h = checkpoint(model[0], x, use_reentrant=True) if reentrant else model[0](x)
+                        return model[2](torch.tanh(h)).square().sum()
+                    if step in (1, 2) and micro_step == step - 1 and hasattr(model, "_forebay"):
+                        acquire = model._forebay.engine.acquire
+                        with mock.patch.object(model._forebay.engine, "acquire", interrupt), self.assertRaises(KeyboardInterrupt):
+                            loss().backward()
+                    if step in (1, 2) and micro_step == step - 1:
+                        optimizer.zero_grad()
+                        if evaluates:
+                            with torch.no_grad():
+                                model(inputs(step))
+                    loss().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        acquire = None
+        for stage in STAGES:
+            for reentrant, evaluates in ((True, False), (True, True), (False, True)):
+                with self.subTest(stage=stage, reentrant=reentrant, evaluates=evaluates):
+                    self.compare(lambda *given: loop(*given, reentrant, evaluates), stage)
 
     def test_transforms_of_functions_that_cannot_be_followed_are_named(self):
         model = forebay.shard(make(), stage=1)

@@ -254,6 +254,7 @@ class Sharded:
         self.views: Dict[Tuple[nn.Parameter, int], torch.Tensor] = {}
         self.tasks: Set[int] = set()  # Backward passes that this thread is in.
         self.evaluating = self.in_step = self.backward_over = False
+        self.interrupted = False  # An exception ended a backward pass of this micro-step.
         self.stepped = self.adds_to_last = False  # Without zero_grad() since the last step.
         self.micro_step = 0
         self.has_gradients = False
@@ -584,6 +585,8 @@ class Sharded:
             counted = torch.is_grad_enabled()
             if self.tasks:
                 self.recover()
+            if self.interrupted:
+                self.give_up_interrupted_step()
             if counted and not self.depth:
                 self.give_up_void_step(unit)
             if self.in_step and self.norm_taken:
@@ -616,6 +619,17 @@ class Sharded:
             if any(p.requires_grad == frozen for p, frozen in zip(parameters, all_frozen)):
                 self.abandon()
 
+    def give_up_interrupted_step(self) -> None:
+        """Before a forward pass: ends a step that has no gradients to keep after an exception in its backward pass.
+
+        The engine takes no evaluation, as of a checkpointed block, between the forward and the backward pass of a step, and
+        the exception may have come before it saw the backward pass.
+        """
+        if not self.in_step or self.evaluating or self.readers or any(unit.held for unit in self.units):
+            return
+        if not self.has_gradients or self.gradients_were_cleared():
+            self.abandon()
+
     def begin_pass(self) -> bool:
         """A forward pass with gradients: it opens a step, and after a backward pass the next micro-step.
 
@@ -638,7 +652,7 @@ class Sharded:
             self.engine.step_begin()
             self.in_step, self.micro_step = True, -1
         self.micro_step += 1
-        self.backward_over = False
+        self.backward_over = self.interrupted = False
         for unit in self.units:
             unit.forwards = 0
         self.engine.micro_step_begin(self.micro_step)
@@ -683,6 +697,7 @@ class Sharded:
 
     def recover(self) -> None:
         """A backward pass ended by an exception: its acquisitions end."""
+        self.interrupted = True
         self.catch_up()
         self.tasks.clear()
         for unit in self.units:
@@ -892,7 +907,7 @@ class Sharded:
         for unit in self.units:
             unit.calls.clear()
             unit.held, unit.in_backward, unit.forwards = 0, False, 0
-        self.in_step = self.has_gradients = self.adds_to_last = self.norm_taken = False
+        self.in_step = self.has_gradients = self.adds_to_last = self.norm_taken = self.interrupted = False
         self.tasks.clear()
         self.clear_stand_ins()
 
