@@ -445,6 +445,27 @@ class Loops(unittest.TestCase):
                 with self.subTest(stage=stage, reentrant=reentrant, evaluates=evaluates):
                     self.compare(lambda *given: loop(*given, reentrant, evaluates), stage)
 
+    def test_gradients_from_before_an_interrupt_are_dropped_by_zero_grad_of_the_model(self):
+        def interrupt(*_):
+            raise KeyboardInterrupt
+
+        def loop(model, adamw, set_to_none):
+            optimizer = adamw(model)
+            for step in range(4):
+                if step in (1, 2):
+                    handle = model[0].register_full_backward_hook(interrupt)  # The other module has its gradients then.
+                    with self.assertRaises(KeyboardInterrupt):
+                        model(inputs(7).requires_grad_()).square().sum().backward()
+                    handle.remove()
+                    model.zero_grad(set_to_none=set_to_none)
+                model(inputs(step)).square().sum().backward()
+                optimizer.step()
+                model.zero_grad()
+
+        for stage in STAGES:
+            for set_to_none in (True, False):
+                self.compare(lambda *given: loop(*given, set_to_none), stage)
+
     def test_transforms_of_functions_that_cannot_be_followed_are_named(self):
         model = forebay.shard(make(), stage=1)
         optimizer = forebay.AdamW(model, lr=0.05)

@@ -39,6 +39,7 @@ def install(sharded: Sharded) -> None:
             module._register_state_dict_hook(collect)
         if module._parameters or module._buffers:
             module._register_load_state_dict_pre_hook(take, with_module=True)
+    sharded.model.__dict__["zero_grad"] = _zero_grad_of(sharded)
     object.__setattr__(sharded.model, "_ddp_params_and_buffers_to_ignore", _NotForDDP())
     for unit in sharded.units:  # One gather for all modules of a unit.
         _hold_while_collecting(sharded, unit)
@@ -90,6 +91,19 @@ def _apply_to(sharded: Sharded, module: nn.Module) -> Callable[..., nn.Module]:
         return module
 
     return apply
+
+
+def _zero_grad_of(sharded: Sharded) -> Callable[..., None]:
+    """zero_grad() of the model. After an exception in a backward pass it drops the gradients so far, as the optimizer's does."""
+    me = weakref.ref(sharded)
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        owner = me()
+        if owner.tasks:
+            owner.recover()
+        type(owner.model).zero_grad(owner.model, set_to_none)
+
+    return zero_grad
 
 
 # --- state_dict ---
