@@ -1,6 +1,8 @@
 """Loops that people write around a model, on one rank: the weights of plain torch, at stages 0 and 3."""
 
 import concurrent.futures
+import io
+import pickle
 import tempfile
 import threading
 import unittest
@@ -465,6 +467,46 @@ class Loops(unittest.TestCase):
         for stage in STAGES:
             for set_to_none in (True, False):
                 self.compare(lambda *given: loop(*given, set_to_none), stage)
+
+    def test_a_parameter_that_has_its_values_is_pickled_as_a_plain_one(self):
+        def saved(value):
+            file = io.BytesIO()
+            torch.save(value, file)
+            file.seek(0)
+            return torch.load(file, weights_only=True)
+
+        def check(model, plain):
+            for copied in (lambda value: pickle.loads(pickle.dumps(value)), saved):
+                first, second = copied([model[0].weight, model[0].weight])
+                self.assertIs(first, second)
+                self.assertIs(type(first), nn.Parameter)
+                self.assertTrue(torch.equal(first, plain[0].weight))
+                self.assertFalse(copied(model[2].bias).requires_grad)
+                self.assertFalse(hasattr(first, "_forebay"))
+
+        for stage in STAGES:
+            for is_meta in (False, True):
+                plain, model = make(), make()
+                if is_meta:
+                    model.to("meta")
+                model[2].bias.requires_grad_(False)
+                forebay.shard(model, stage=stage, device="cpu")
+                optimizer = forebay.AdamW(model, lr=0.0)
+                model.load_state_dict(plain.state_dict())
+                for step in range(4):
+                    if stage == 0:
+                        check(model, plain)
+                    else:
+                        with self.assertRaisesRegex(forebay.Unsupported, r"pickling parameter 0\.weight while .* released.*gathered"):
+                            pickle.dumps(model[0].weight)
+                    with forebay.gathered(model):
+                        check(model, plain)
+                    model(inputs(step)).sum().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+        model = forebay.shard(make(), stage=3)
+        model[0].weight.note = "kept"
+        self.assertEqual(pickle.loads(pickle.dumps(model[0].weight)).note, "kept")  # No optimizer yet.
 
     def test_transforms_of_functions_that_cannot_be_followed_are_named(self):
         model = forebay.shard(make(), stage=1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import datetime
+import functools
 import itertools
 import math
 import os
@@ -272,7 +273,7 @@ class Sharded:
         self.guard: Optional[guard.Guard] = None
         self.looks = 2  # Passes that look for parameters which joined later.
         for p in self.parameters:
-            p._forebay = self
+            self.mark(p)
         self.owners = [(m._parameters, name, p, p.shape) for m in model.modules() for name, p in m._parameters.items()
                        if p is not None and describe.is_held(p)]
         for unit in self.units:
@@ -286,6 +287,10 @@ class Sharded:
         model.register_forward_hook(self.after_model, always_call=True)
         if meaning is not None:
             deepspeed.say(meaning.without_effect)
+
+    def mark(self, p: nn.Parameter) -> None:
+        p._forebay = self
+        p.__reduce_ex__ = functools.partial(_reduce, p)
 
     def refuse_replaced(self) -> None:
         """Errors: InvalidArgument for a parameter that its module no longer has."""
@@ -398,9 +403,8 @@ class Sharded:
 
     def _bind(self, p: nn.Parameter, view: torch.Tensor) -> None:
         if p.is_meta:
-            made = nn.Parameter(view, p.requires_grad)
-            made._forebay = self
-            torch.utils.swap_tensors(p, made)
+            torch.utils.swap_tensors(p, nn.Parameter(view, p.requires_grad))
+            self.mark(p)
         else:
             p.data = view
 
@@ -953,6 +957,21 @@ class Sharded:
             raise Unsupported("autocast over fp32 parameters keeps a copy of every weight for the backward pass, so "
                               "stage 3 would save nothing; use shard(..., dtype=\"bf16\"), under autocast or without "
                               "(masters are fp32)")
+
+
+def _reduce(p: nn.Parameter, protocol: Any) -> Any:
+    """__reduce_ex__() of a parameter: it is pickled as a plain one, without its model.
+
+    Errors: Unsupported while it is released.
+    """
+    owner = p._forebay
+    if owner.stage == 3 and owner.engine is not None and not any(owner.units[unit].held for unit, _ in owner.places[p]):
+        raise Unsupported(f"pickling parameter {owner.names[p]} while its values are released; do it within "
+                          "forebay.gathered(model), or save state_dict()")
+    with guard.unwatched():
+        plain = nn.Parameter(p.detach(), p.requires_grad)
+        plain.__dict__.update((name, value) for name, value in p.__dict__.items() if name not in ("_forebay", "__reduce_ex__"))
+        return plain.__reduce_ex__(protocol)
 
 
 def _checksum(p: nn.Parameter) -> int:
