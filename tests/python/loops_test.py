@@ -508,6 +508,71 @@ class Loops(unittest.TestCase):
         model[0].weight.note = "kept"
         self.assertEqual(pickle.loads(pickle.dumps(model[0].weight)).note, "kept")  # No optimizer yet.
 
+    def test_a_backward_pass_in_another_thread_is_refused_and_leaves_the_first_one_whole(self):
+        def loop(model, adamw, reentrant):
+            optimizer = adamw(model)
+            inside, go_on, refused = threading.Event(), threading.Event(), []
+
+            def loss(step):
+                h = checkpoint(model[0], inputs(step).requires_grad_(), use_reentrant=True) if reentrant else model[0](inputs(step))
+                return model[2](torch.tanh(h)).square().sum()
+
+            def wait(*_):
+                inside.set()
+                go_on.wait()
+
+            for step in range(4):
+                first = loss(step)
+                if step == 2 and hasattr(model, "_forebay"):
+                    second = loss(7)
+                    with concurrent.futures.ThreadPoolExecutor() as threads:
+                        handle = model[2].register_full_backward_hook(wait)
+                        first = loss(step)
+                        handle.remove()
+                        waiting = threads.submit(first.backward)
+                        inside.wait()
+                        try:
+                            for call in (second.backward, lambda: model(inputs(0)), lambda: model[2](inputs(0)), optimizer.step):
+                                try:
+                                    call()
+                                except forebay.InvalidArgument as error:
+                                    refused.append(str(error))
+                        finally:
+                            go_on.set()
+                        waiting.result()
+                else:
+                    first.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            if hasattr(model, "_forebay"):
+                self.assertEqual([("runs in another thread" in text and "Lock" in text) for text in refused], [True] * 4, refused)
+
+        for stage in STAGES:
+            for reentrant in (False, True):
+                with self.subTest(stage=stage, reentrant=reentrant):
+                    self.compare(lambda *given: loop(*given, reentrant), stage)
+
+    def test_a_backward_pass_that_an_exception_ended_in_another_thread(self):
+        def fail(*_):
+            raise KeyboardInterrupt
+
+        def call(loss):
+            with self.assertRaises(KeyboardInterrupt):
+                loss.backward()
+
+        for stage in STAGES:
+            model = forebay.shard(make(), stage=stage)
+            optimizer = forebay.AdamW(model, lr=0.05)
+            handle = model[0].register_full_backward_hook(fail)
+            losses = [model(inputs(step).requires_grad_()).square().sum() for step in range(2)]
+            handle.remove()
+            with concurrent.futures.ThreadPoolExecutor(1) as threads:
+                threads.submit(call, losses[0]).result()
+                optimizer.zero_grad()
+                model(inputs(0)).square().sum().backward()
+            optimizer.step()
+            self.assertTrue(all(unit.held == 0 for unit in model._forebay.units))
+
     def test_transforms_of_functions_that_cannot_be_followed_are_named(self):
         model = forebay.shard(make(), stage=1)
         optimizer = forebay.AdamW(model, lr=0.05)

@@ -79,6 +79,16 @@ class _Call:
         self.outputs_left -= 1
 
 
+class _Backward:
+    """A backward pass. autograd has the only strong reference, so an exception that ends the pass ends this object too."""
+
+    def __init__(self, owner: "Sharded", task: int) -> None:
+        self.owner, self.task, self.thread = owner, task, threading.get_ident()
+
+    def __call__(self) -> None:  # By autograd, after the pass.
+        self.owner.leave_backward(self.task)
+
+
 class Unit:
     """Parameters that are gathered together, and the module that uses them."""
 
@@ -283,6 +293,7 @@ class Sharded:
         self.residents: List[Unit] = []  # Read outside of their modules, so they are gathered for the whole pass.
         self.depth = 0  # Calls of the model that are running.
         self.passing: Dict[str, int] = {}  # "thread": the number of theirs. setdefault() is one operation for all threads.
+        self.differentiating: Dict[str, weakref.ref[_Backward]] = {}  # "pass": the outermost backward pass.
         model.register_forward_pre_hook(self.before_model, with_kwargs=True, prepend=True)
         model.register_forward_hook(self.after_model, always_call=True)
         if meaning is not None:
@@ -512,11 +523,24 @@ class Sharded:
 
     def refuse_other_thread(self) -> None:
         """Errors: InvalidArgument while another thread calls the model. An exception may have ended its call."""
+        if self.differentiating:
+            self.refuse_other_backward()
         if not self.is_elsewhere():
             return
         if calls_on_stack(self.model, self.passing.get("thread", 0)):
             raise InvalidArgument("the model is being called in another thread; let one thread at a time use it, as by a threading.Lock")
         self.passing.clear()
+
+    def refuse_other_backward(self) -> None:
+        """Errors: InvalidArgument while another thread runs a backward pass of this model.
+
+        Only on the CPU, where autograd runs all of a pass, and those within it, in the thread that called it. On other devices
+        one thread of autograd runs the passes of all.
+        """
+        running = self.differentiating.get("pass", lambda: None)()
+        if running is not None and running.thread != threading.get_ident() and self.device.type == "cpu":
+            raise InvalidArgument("a backward pass of this model runs in another thread, and they run one at a time; let one thread at a "
+                                  "time use the model, as by a threading.Lock, or call backward() once on the sum of the losses")
 
     # --- after KeyboardInterrupt, or another exception of a signal handler ---
 
@@ -721,10 +745,14 @@ class Sharded:
         """Notes that the engine of autograd runs; the number of its pass."""
         task = _task()
         if task not in self.tasks:
+            one = _Backward(self, task)
+            torch.autograd.Variable._execution_engine.queue_callback(one)
+            if self.differentiating.setdefault("pass", weakref.ref(one))() is None:  # An exception ended that one.
+                self.differentiating["pass"] = weakref.ref(one)
+            self.refuse_other_backward()
             if not self.tasks:
                 self.begin_backward()
             self.tasks.add(task)
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self.leave_backward(task))
         return task
 
     def begin_backward(self) -> None:
@@ -756,6 +784,7 @@ class Sharded:
     def leave_backward(self, task: int) -> None:
         self.tasks.discard(task)
         if not self.tasks:
+            self.differentiating.clear()
             self.end_backward()
 
     def end_backward(self) -> None:
