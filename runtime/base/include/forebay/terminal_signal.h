@@ -4,6 +4,8 @@
 #include <signal.h>
 #include <unistd.h>
 
+#include "forebay/language.h"
+
 namespace forebay::internal {
 
 // Whether the terminal sent this signal, of sigwaitinfo(), to all processes of the foreground group: they
