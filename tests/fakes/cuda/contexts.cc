@@ -23,7 +23,7 @@ class ContextStack {
   void pop() { --count_; }
 
  private:
-  static constexpr std::size_t kMost = 128;
+  static constexpr std::size_t kMost = 16;  // Static memory of threads is scarce in a namespace of dlmopen().
   CuContext handles_[kMost] = {};
   std::size_t count_ = 0;
 };
