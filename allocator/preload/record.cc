@@ -181,16 +181,7 @@ PreloadFile::PreloadFile(const std::string& path, bool writable)
 }
 
 bool PreloadFile::read(std::uint64_t offset, void* target, std::size_t bytes) const noexcept {
-  auto* next = static_cast<unsigned char*>(target);
-  while (bytes > 0) {
-    const ssize_t count = ::pread(file_.number(), next, bytes, static_cast<off_t>(offset));
-    if (count < 0 && errno == EINTR) continue;
-    if (count <= 0) return false;
-    next += count;
-    offset += static_cast<std::uint64_t>(count);
-    bytes -= static_cast<std::size_t>(count);
-  }
-  return true;
+  return file_.read_at(offset, target, bytes) == static_cast<ssize_t>(bytes);
 }
 
 PreloadRecord& preload_record_of_process(PreloadMode mode) noexcept {

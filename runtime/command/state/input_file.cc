@@ -32,16 +32,9 @@ InputFile::InputFile(std::string path) : path_(std::move(path)) {
 
 void InputFile::read_at(std::uint64_t offset, void* data, std::uint64_t bytes) const {
   if (offset > bytes_ || bytes > bytes_ - offset) refuse_import(path_, "it ends early");
-  auto* at = static_cast<char*>(data);
-  while (bytes > 0) {
-    const ssize_t count = ::pread(file_.number(), at, bytes, static_cast<off_t>(offset));
-    if (count < 0 && errno == EINTR) continue;
-    if (count < 0) fail(errno);
-    if (count == 0) refuse_import(path_, "it ends early");
-    at += count;
-    offset += static_cast<std::uint64_t>(count);
-    bytes -= static_cast<std::uint64_t>(count);
-  }
+  const ssize_t count = file_.read_at(offset, data, bytes);
+  if (count < 0) fail(errno);
+  if (static_cast<std::uint64_t>(count) < bytes) refuse_import(path_, "it ends early");
 }
 
 std::string InputFile::text(std::uint64_t offset, std::uint64_t bytes) const {

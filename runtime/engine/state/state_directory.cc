@@ -138,16 +138,9 @@ void StateFile::write(const void* data, std::uint64_t bytes) {
 }
 
 void StateFile::read_at(std::uint64_t offset, void* data, std::uint64_t bytes) const {
-  auto* at = static_cast<char*>(data);
-  while (bytes > 0) {
-    const ssize_t count = ::pread(descriptor_.number(), at, bytes, static_cast<off_t>(offset));
-    if (count < 0 && errno == EINTR) continue;
-    if (count < 0) io_error("read", path_);
-    if (count == 0) corrupt(path_, "it ends early (truncated)");
-    at += count;
-    offset += static_cast<std::uint64_t>(count);
-    bytes -= static_cast<std::uint64_t>(count);
-  }
+  const ssize_t count = descriptor_.read_at(offset, data, bytes);
+  if (count < 0) io_error("read", path_);
+  if (static_cast<std::uint64_t>(count) < bytes) corrupt(path_, "it ends early (truncated)");
 }
 
 void StateFile::sync() const {
@@ -226,8 +219,7 @@ std::vector<std::string> StateDirectory::names() const {
 }
 
 void StateDirectory::rename(const std::string& from, const std::string& to) const {
-  if (::renameat(descriptor_.number(), from.c_str(), descriptor_.number(), to.c_str()) != 0)
-    io_error("rename", path_ + "/" + from);
+  if (!rename_directory(from, to)) io_error("rename", path_ + "/" + from);
 }
 
 bool StateDirectory::rename_directory(const std::string& from, const std::string& to) const {
