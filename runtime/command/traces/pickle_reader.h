@@ -9,7 +9,6 @@
 // Source: CPython, Lib/pickletools.py, for the meaning of each opcode.
 #pragma once
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -90,8 +89,8 @@ class Pickle {
   // Call before a copy of so many bytes of the values. False if more would be copied in all than a pickle of
   // this length needs: lists that are in it once and named many times make copies without bound.
   bool may_copy(std::size_t bytes) const noexcept {
-    copied_bytes_ += std::min(bytes, kMostCopied - copied_bytes_);
-    return copied_bytes_ < std::min(kMostCopied, kLeastCopied + kCopiedPerByte * text_bytes_);
+    copied_bytes_ += bytes;
+    return copied_bytes_ <= kLeastCopied + kCopiedPerByte * text_bytes_;
   }
 
   static std::string_view text_of(const PickleValue& value) {
@@ -101,7 +100,6 @@ class Pickle {
 
  private:
   friend class PickleMachine;
-  static constexpr std::size_t kMostCopied = SIZE_MAX / 2;
   static constexpr std::size_t kLeastCopied = 1 << 20;
   // A chunk of a distributed checkpoint has 60 bytes and more, and 200 when it is copied.
   static constexpr std::size_t kCopiedPerByte = 32;
