@@ -90,16 +90,15 @@ Result<std::string> host_identity() {
   std::optional<std::string> identity = read_small(boot);
   if (!identity) return no_proc(boot);
   while (!identity->empty() && identity->back() == '\n') identity->pop_back();
-  for (const char* space : {"/proc/self/ns/pid", "/proc/self/ns/user"}) {
+  // The start times of processes depend on the last one. Linux has it since 5.6.
+  constexpr std::string_view kTime = "/proc/self/ns/time";
+  for (const char* space : {"/proc/self/ns/pid", "/proc/self/ns/user", kTime.data()}) {
     char name[64];
     const ssize_t length = readlink(space, name, sizeof(name));
+    if (length <= 0 && space == kTime) continue;
     if (length <= 0) return no_proc(space);
     *identity += " " + std::string(name, static_cast<std::size_t>(length));
   }
-  // The start times of processes depend on it. Linux has it since 5.6.
-  char name[64];
-  const ssize_t length = readlink("/proc/self/ns/time", name, sizeof(name));
-  if (length > 0) *identity += " " + std::string(name, static_cast<std::size_t>(length));
   return *identity;
 }
 

@@ -255,6 +255,7 @@ struct Engine::Impl : StepContext {
   void read_slice(int unit, bool frozen, std::uint64_t offset, std::span<std::byte> bytes);
   // Waits until every queued update has run, on the device and on the host. Errors: the tier's.
   void settle_updates();
+  // Waits for the work that the trainer queued under leases, which may use parameters and gradients.
   void settle_leases();
   // All ranks' slices of `bytes` each, in rank order.
   std::vector<std::byte> all_slices(

@@ -61,7 +61,6 @@ void Engine::Impl::settle_updates() {
   must(updater->failure());
 }
 
-// Work that the trainer queued under leases may still use parameters and gradients.
 void Engine::Impl::settle_leases() {
   for (const Unit& u : units) must(backend.event_synchronize(u.released));
 }
