@@ -33,6 +33,17 @@ def inputs(step):
     return torch.full((2, 8), 0.5 + 0.25 * step)
 
 
+def refusals(*calls):
+    """The texts of the calls that are refused."""
+    texts = []
+    for call in calls:
+        try:
+            call()
+        except forebay.InvalidArgument as error:
+            texts.append(str(error))
+    return texts
+
+
 class Loops(unittest.TestCase):
     def compare(self, loop, stage, rule="AdamW"):
         """`loop(model, optimizer)`; optimizer(model) makes one of that rule."""
@@ -362,7 +373,7 @@ class Loops(unittest.TestCase):
     def test_a_pass_in_another_thread_is_refused_and_leaves_the_first_one_whole(self):
         def loop(model, adamw):
             optimizer = adamw(model)
-            inside, go_on, refused = threading.Event(), threading.Event(), []
+            inside, go_on = threading.Event(), threading.Event()
 
             def wait(*_):
                 inside.set()
@@ -376,11 +387,7 @@ class Loops(unittest.TestCase):
                         inside.wait()
                         handle.remove()
                         try:
-                            for call in (lambda: model(inputs(0)), lambda: model[2](inputs(0)), model.state_dict):
-                                try:
-                                    call()
-                                except forebay.InvalidArgument as error:
-                                    refused.append(str(error))
+                            refused = refusals(lambda: model(inputs(0)), lambda: model[2](inputs(0)), model.state_dict)
                         finally:
                             go_on.set()
                         loss.result().backward()
@@ -511,7 +518,7 @@ class Loops(unittest.TestCase):
     def test_a_backward_pass_in_another_thread_is_refused_and_leaves_the_first_one_whole(self):
         def loop(model, adamw, reentrant):
             optimizer = adamw(model)
-            inside, go_on, refused = threading.Event(), threading.Event(), []
+            inside, go_on = threading.Event(), threading.Event()
 
             def loss(step):
                 h = checkpoint(model[0], inputs(step).requires_grad_(), use_reentrant=True) if reentrant else model[0](inputs(step))
@@ -522,7 +529,6 @@ class Loops(unittest.TestCase):
                 go_on.wait()
 
             for step in range(4):
-                first = loss(step)
                 if step == 2 and hasattr(model, "_forebay"):
                     second = loss(7)
                     with concurrent.futures.ThreadPoolExecutor() as threads:
@@ -532,16 +538,12 @@ class Loops(unittest.TestCase):
                         waiting = threads.submit(first.backward)
                         inside.wait()
                         try:
-                            for call in (second.backward, lambda: model(inputs(0)), lambda: model[2](inputs(0)), optimizer.step):
-                                try:
-                                    call()
-                                except forebay.InvalidArgument as error:
-                                    refused.append(str(error))
+                            refused = refusals(second.backward, lambda: model(inputs(0)), lambda: model[2](inputs(0)), optimizer.step)
                         finally:
                             go_on.set()
                         waiting.result()
                 else:
-                    first.backward()
+                    loss(step).backward()
                 optimizer.step()
                 optimizer.zero_grad()
             if hasattr(model, "_forebay"):
