@@ -289,11 +289,14 @@ class Threads(unittest.TestCase):
         """
         results = [None] * len(layers)
 
+        def made(count):
+            torch.manual_seed(0)  # The generator is the process's: models made by several threads at once would differ.
+            return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(count)))
+
         def run(rank):
             device = forebay.Device()
+            model = replicas[rank]
             with group.communicator(rank, device) as ranks:
-                torch.manual_seed(0)
-                model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(layers[rank])))
                 x = torch.cat([torch.ones(48, 64), torch.full((16, 64), rank / 4 if differ else 1.0)])
                 with forebay.offload_activations(model, group=ranks, least_bytes=256) as offload:
                     try:
@@ -304,6 +307,7 @@ class Threads(unittest.TestCase):
                     except forebay.Error as error:
                         results[rank] = f"{type(error).__name__} {error}"
 
+        replicas = [made(count) for count in layers]
         with forebay.LocalGroup(len(layers), deadline=60000) as group:
             threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(layers))]
             for thread in threads:
