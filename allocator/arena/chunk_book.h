@@ -197,6 +197,25 @@ class GranuleTable {
     const std::size_t index = offset >> shift_;
     return leaves_[index / kLeafCount][index % kLeafCount];
   }
+  // How many granules, from that of `one` on, show the same chunks as those from that of `other` on. Looks at
+  // `most`.
+  std::size_t alike(std::size_t one, std::size_t other, std::size_t most) const noexcept {
+    std::size_t i = one >> shift_;
+    std::size_t j = other >> shift_;
+    std::size_t left = most;
+    while (left > 0) {
+      const std::size_t row = std::min({left, kLeafCount - i % kLeafCount, kLeafCount - j % kLeafCount});
+      const Entry* a = leaves_[i / kLeafCount] + i % kLeafCount;
+      const Entry* b = leaves_[j / kLeafCount] + j % kLeafCount;
+      for (std::size_t k = 0; k < row; ++k) {
+        if (a[k].chunk != b[k].chunk) return most - left + k;
+      }
+      i += row;
+      j += row;
+      left -= row;
+    }
+    return most;
+  }
   // The granules that begin inside [begin, end) belong to `range`.
   void own(Range* range, std::size_t begin, std::size_t end) noexcept {
     const std::size_t rest = (std::size_t{1} << shift_) - 1;

@@ -79,13 +79,13 @@ Shown ChunkedArena::shown_at(Range* range, std::size_t offset, std::size_t end, 
   const GranuleTable::Entry* entry = granules_.find(offset);
   PhysicalChunk& chunk = chunks_[entry->chunk];
   const std::size_t position = offset - mappings_[entry->mapping].offset;
-  // Most often the mapping that owned it last.
+  // Most often the mapping that owned it last. Each byte has one owner, free or live.
   const Range* owner = nullptr;
   std::size_t owner_offset = 0;
   const auto owned_at = [&](std::uint32_t mapping) {
     owner_offset = mappings_[mapping].offset + position;
     owner = range_at(owner_offset);
-    return usable(owner, placement);
+    return owner != nullptr && (owner->kind == RangeKind::kFree || owner->kind == RangeKind::kLive);
   };
   const bool hinted = chunk.owner != kNone && mappings_[chunk.owner].chunk == entry->chunk;
   if (!hinted || !owned_at(chunk.owner)) {
@@ -94,15 +94,17 @@ Shown ChunkedArena::shown_at(Range* range, std::size_t offset, std::size_t end, 
     if (mapping == kNone) return {};
     chunk.owner = mapping;
   }
+  if (!usable(owner, placement)) return {};
   end = std::min(end, offset + (owner->end() - owner_offset));
   while (range->end() < end) {
     range = range->next;
     if (range->kind != RangeKind::kShadow) end = range->offset;
   }
   // Only as far as both addresses show the same chunks side by side.
-  for (std::size_t next = align_up(offset + 1, chunk_bytes_); next < end; next += chunk_bytes_) {
-    if (granules_.at(next).chunk != granules_.at(next - offset + owner_offset).chunk) end = next;
-  }
+  const std::size_t begin = offset & ~(chunk_bytes_ - 1);
+  const std::size_t count =
+      granules_.alike(begin, owner_offset, align_up(end - begin, chunk_bytes_) / chunk_bytes_);
+  end = std::min(end, begin + count * chunk_bytes_);
   return {end - offset, owner_offset};
 }
 
@@ -219,6 +221,8 @@ Range* ChunkedArena::own_here(std::size_t begin, std::size_t end, const Placemen
       waits |= shadow->waits;
       epoch = std::max(epoch, shadow->epoch);
       if (shadow->waits != 0) shadows_wait_ = true;
+      const GranuleTable::Entry* entry = granules_.find(offset);
+      chunks_[entry->chunk].owner = entry->mapping;
     }
     offset += shown.bytes;
   }
