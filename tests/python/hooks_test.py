@@ -386,6 +386,11 @@ class Refusals(unittest.TestCase):
             p.grad.mul_(float("inf"))
         with self.assertRaisesRegex(forebay.InvalidArgument, "scaled by inf, and their norm is finite"):
             optimizer.step()
+        for part in (model.blocks[0], model.norm, model.tokens):
+            backward()
+            with self.assertRaisesRegex(forebay.Unsupported, r"the norm of \d+ of \d+ gradients"):
+                torch.nn.utils.clip_grad_norm_(part.parameters(), 1e-3)
+        backward()
         for order in (1, float("inf")):
             with self.assertRaisesRegex(forebay.Unsupported, "the norm of order .* of a sharded gradient; only order 2"):
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, norm_type=order)

@@ -5,10 +5,13 @@ same(seen, expected) for losses and same_weights(seen, expected) for tensors.
 """
 
 import contextlib
+import types
+import unittest
 import warnings
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import forebay
 import models
@@ -445,6 +448,70 @@ class HeadOfEmbedding(Words):
         return nn.functional.linear(self.middle(self.embed(x)), self.embed.weight) * self.scale
 
 
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.scale = nn.Linear(32, 32), nn.Linear(32, 32), nn.Parameter(torch.ones(32))
+
+    def forward(self, h):
+        return self.second(torch.tanh(self.first(h))) * self.scale
+
+
+class Chain(nn.Module):
+    """Blocks. Tensors with their graphs leave them otherwise than as outputs that stay as they are."""
+
+    def __init__(self, way, trained):
+        super().__init__()
+        self.blocks, self.way, self.beside = nn.ModuleList(Block() for _ in range(6)), way, []
+        for name, p in self.named_parameters():
+            p.requires_grad_(trained in name)
+        for block in self.blocks:
+            block.register_forward_hook(self.leave)
+
+    def leave(self, block, args, out):
+        if self.way == "a view that is changed":
+            return out.transpose(0, 1)
+        if self.way == "an object":
+            return types.SimpleNamespace(h=out)
+        if self.way == "a list":
+            self.beside.append(block.second(torch.tanh(block.first(2 * args[0]))).square().mean())
+
+    def forward(self, h):
+        self.beside.clear()
+        for i, block in enumerate(self.blocks):
+            if self.way == "an input of two uses":
+                out = block(checkpoint(block, h, use_reentrant=True) if i % 2 else block(h))
+            else:
+                out = block(h)
+            if self.way == "a view that is changed":
+                out += h.transpose(0, 1)
+                out = out.transpose(0, 1)
+            h = out.h if self.way == "an object" else out
+        return h + sum(self.beside)
+
+
+class CheckpointedTable(Words):
+    def forward(self, x):
+        h = checkpoint(lambda x: self.embed(x) * self.embed(x + 1), x % 49, use_reentrant=False)
+        return self.head(self.middle(h)) * self.scale
+
+
+class NormedTable(Words):
+    """The weight of the table is computed from two parameters in each pass."""
+
+    def __init__(self, middle):
+        super().__init__(middle)
+        self.embed = nn.utils.weight_norm(self.embed)
+
+
+class ReadTable(Words):
+    """A hook of the program reads the table, and its result has a graph."""
+
+    def __init__(self, middle):
+        super().__init__(middle)
+        self.embed.register_forward_hook(lambda table, args, out: out + table.weight.square().mean())
+
+
 class Modules:
     """A mixin."""
 
@@ -467,6 +534,35 @@ class Modules:
                     optimizer.zero_grad()
                     seen.append(loss.item())
             self.assertEqual(sum("resident" in str(one.message) for one in said), is_sharded)
+            results.append(seen)
+        self.same(results[1], results[0])
+
+    @unittest.skipUnless(hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"), "needs torch 2.8")
+    def test_tensors_that_leave_a_module_otherwise(self):
+        for way in ("a view that is changed", "an object", "a list", "an input of two uses"):
+            for trained in ("", "scale", "none"):  # All parameters, one of each block, none.
+                with self.subTest(way=way, trained=trained):
+                    self.compare(lambda: Words(Chain(way, trained)))
+
+    def test_tables_that_are_read_in_the_backward_pass(self):
+        for make in (CheckpointedTable, NormedTable, ReadTable):
+            with self.subTest(make):
+                self.compare(lambda: make(Chain("", "")))
+
+    def compare(self, make):
+        results = []
+        for is_sharded in (False, True):
+            torch.manual_seed(0)
+            model = make()
+            optimizer = self.adamw(model) if is_sharded else plain_adamw(model)
+            seen = []
+            for step in range(4):
+                x = torch.randint(0, 50, (2, 8), generator=torch.Generator().manual_seed(step))
+                loss = nn.functional.cross_entropy(model(x).flatten(0, 1), x.flatten())
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                seen.append(loss.item())
             results.append(seen)
         self.same(results[1], results[0])
 

@@ -68,15 +68,25 @@ class _Saved:
                 pass
 
 
-class _Kept(NamedTuple):
+class Kept(NamedTuple):
     """A tensor that stays, and its version: torch checks none of a tensor that a hook packs."""
 
     tensor: torch.Tensor
     version: Optional[int]
 
 
-def _kept(t: torch.Tensor) -> _Kept:
-    return _Kept(t, None if t.is_inference() else t._version)
+def keep(t: torch.Tensor) -> Kept:
+    return Kept(t, None if t.is_inference() else t._version)
+
+
+def kept(one: Kept) -> torch.Tensor:
+    """Errors: RuntimeError, as torch's, where the tensor has changed since."""
+    t, version = one
+    if version is not None and t._version != version:
+        raise RuntimeError(f"a tensor of shape {list(t.shape)} that the backward pass needs has been modified by an inplace "
+                           f"operation: it is at version {t._version}; expected version {version}. Let the operation return "
+                           "a new tensor")
+    return t
 
 
 class ActivationOffload:
@@ -154,19 +164,19 @@ class ActivationOffload:
     def _pack(self, t: torch.Tensor) -> Any:
         of = self.current
         if of is None or type(t) is not torch.Tensor or t.layout != torch.strided or t.device != self.device:
-            return _kept(t)
+            return keep(t)
         storage = t.untyped_storage()
         size = storage.nbytes()
         # A small part of a large storage would bring all of it along.
         if size < self.least_bytes or storage.data_ptr() in self.skipped or 2 * t.numel() * t.element_size() < size:
-            return _kept(t)
+            return keep(t)
         reference = StorageWeakRef(storage)
         key = (reference.cdata, t._version)
         if key not in of.known:
             of.known[key] = (reference, self._save(of, storage))
         saved = of.known[key][1]
         if saved is None:
-            return _kept(t)
+            return keep(t)
         return saved, t.dtype, t.storage_offset(), t.shape, t.stride()
 
     def _save(self, of: _Pass, storage: torch.UntypedStorage) -> Optional[_Saved]:
@@ -185,13 +195,8 @@ class ActivationOffload:
         return _Saved(self, of, slot, storage)
 
     def _unpack(self, packed: Any) -> torch.Tensor:
-        if isinstance(packed, _Kept):
-            t, version = packed
-            if version is not None and t._version != version:
-                raise RuntimeError(f"a tensor of shape {list(t.shape)} that the backward pass needs has been modified by an inplace "
-                                   f"operation: it is at version {t._version}; expected version {version}. Let the operation return "
-                                   "a new tensor")
-            return t
+        if isinstance(packed, Kept):
+            return kept(packed)
         saved, dtype, offset, shape, stride = packed
         return torch.empty(0, dtype=dtype, device=self.device).set_(saved.load(), offset, shape, stride)
 

@@ -50,7 +50,7 @@ class UnitPlan:
         self.own: List[nn.Parameter] = []
         self.tied: List[nn.Parameter] = []
         # The backward pass of an embedding reads no weights.
-        self.is_table = type(module) is nn.Embedding
+        self.is_table = type(module) is nn.Embedding and set(module._parameters) == {"weight"}  # Not of weight_norm().
 
 
 def refuse_wrappers(model: Any) -> None:

@@ -18,7 +18,7 @@ import threading
 import warnings
 import weakref
 import zlib
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Set, Tuple, Union
+from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple, Union
 
 import torch
 from torch import nn
@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from forebay import _library, core
 from forebay._library import InvalidArgument, Unsupported
 from forebay.torch import deepspeed, describe, guard, memory, stand_in
+from forebay.torch.activations import Kept, keep, kept
 from forebay.torch.uncompiled import calls_on_stack, uncompiled
 
 
@@ -35,9 +36,12 @@ _library.ADVICE["every rank must issue the same operations in the same order"] =
     "(after torch.distributed.init_process_group()), and call state_dict() and evaluations on all ranks")
 
 
-_REPLACED = ("parameter {} was replaced or removed after shard(), and the engine would go on with the old one; do that before shard(), "
-             "and write values within forebay.gathered(model, write=True)")
+_REPLACED = ("parameter {} was replaced or removed after shard(), as torch.func.functional_call() does, and the engine would go on with "
+             "the old one; do that before shard(), and write values within forebay.gathered(model, write=True)")
 _ADDRESS, _IS_DENSE = torch.Tensor.data_ptr, torch.Tensor.is_contiguous
+# The saved_tensors_hooks() that the program is in. torch has it since 2.8; before, no reads are seen in backward passes.
+_program_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+_ANY_TASK = -2
 
 
 class _InputsDone(torch.autograd.Function):
@@ -56,27 +60,90 @@ class _InputsDone(torch.autograd.Function):
         return (None, *gradients)
 
 
-class _Call:
-    """One forward pass through a unit, and its backward pass."""
+class _Weights(NamedTuple):
+    """Weights that an operator saved."""
 
-    def __init__(self, unit: "Unit") -> None:
+    packed: Any
+    units: List["Unit"]
+
+
+class _Call:
+    """One forward pass through a unit, and its backward pass.
+
+    The backward pass begins with the gradient of an output, or where an operator reads weights that it saved: the program may
+    change an output that is a view, or take tensors out of the module otherwise.
+    """
+
+    def __init__(self, unit: "Unit", again: bool = False) -> None:
         self.unit = unit
+        self.again = again  # Activation checkpointing computes it again.
         self.has_inputs = False  # Some input wants a gradient.
         self.outputs = 0
-        self.task = -1
+        self.program: Optional[Tuple[Callable[..., Any], Callable[..., Any]]] = None  # Its hooks of saved tensors.
+        self.hooks: Optional[torch.autograd.graph.saved_tensors_hooks] = None
         self.start(-1)
 
     def start(self, task: int) -> None:
         self.task, self.outputs_left, self.inputs_done = task, self.outputs, not self.has_inputs
 
-    def output_gradient(self, _: torch.Tensor) -> None:
+    def enter_backward(self) -> None:
         self.unit.owner.refuse_double_backward()
         task = self.unit.owner.enter_backward()
         if self.task != task:
             self.start(task)
             self.unit.calls.add(self)
             self.unit.acquire_backward(task)
+
+    def output_gradient(self, _: torch.Tensor) -> None:
+        self.enter_backward()
         self.outputs_left -= 1
+
+    # --- weights that operators save ---
+
+    def watch(self) -> None:
+        """From now on to unwatch(). Not at stages where weights stay."""
+        if (self.unit.owner.stage != 3 or _program_hooks is None or not torch.is_grad_enabled()
+                or not torch._C._autograd._saved_tensors_hooks_is_enabled()):
+            return
+        while True:
+            self.program = _program_hooks(False)
+            outer = getattr(self.program[0], "__self__", None) if self.program else None
+            if not isinstance(outer, _Call):
+                break
+            if outer.hooks is not None:
+                self.program = outer.program
+                break
+            torch._C._autograd._pop_saved_tensors_default_hooks()  # See unwatch().
+        self.thread = threading.get_ident()
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+        self.hooks.__enter__()
+
+    def unwatch(self) -> None:
+        if self.hooks is not None and self.thread == threading.get_ident():  # Else that thread drops them in its next pass.
+            self.hooks.__exit__(None, None, None)
+        self.hooks = None
+
+    def pack(self, t: torch.Tensor) -> Any:
+        units = self.unit.owner.units_at(t)
+        packed = self.program[0](t) if self.program else t if units else keep(t)
+        return _Weights(packed, units) if units else packed
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        if isinstance(packed, _Weights):
+            packed, units = packed
+            if _task() != -1:  # Else the program looks at the graph.
+                self.need(units)
+        if self.program:
+            return self.program[1](packed)
+        return kept(packed) if isinstance(packed, Kept) else packed
+
+    def need(self, units: List["Unit"]) -> None:
+        """An operator of the backward pass is about to read weights of one of these units."""
+        if self.unit in units:
+            self.enter_backward()
+            self.unit.read_backward()
+        elif not any(unit.held and not unit.plan.is_table for unit in units):
+            units[0].read_backward()
 
 
 class _Backward:
@@ -102,7 +169,8 @@ class Unit:
         self.forwards = 0  # Forward passes of this micro-step without a backward pass.
         self.backwards = 0  # Acquisitions of the last backward pass.
         self.task, self.pending = -1, 0
-        self.frames: List[Optional[_Call]] = []
+        self.has_table = False  # This backward pass reads the table of an embedding, whose own backward pass reads nothing.
+        self.frames: List[_Call] = []
 
     @property
     def held(self) -> int:
@@ -124,18 +192,22 @@ class Unit:
 
     @uncompiled
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        call = _Call(self)
+        call = _Call(self, again=_task() != -1)
         if self.owner.needs_values:
             self.owner.check_values()
-        if _task() != -1:  # Activation checkpointing computes this again; a backward pass follows.
-            self.frames.append(None)
-            self.acquire_backward(self.owner.enter_backward())
+        if call.again:  # A backward pass follows.
+            self.frames.append(call)
+            self.compute_again(self.owner.enter_backward())
         else:
             self.owner.refuse_autocast()
             self.owner.acquire_forward(self)
             self.frames.append(call)
-        if not torch.is_grad_enabled():
-            return None
+        changed = self.follow_inputs(call, args, kwargs) if torch.is_grad_enabled() else None
+        call.watch()
+        return changed
+
+    def follow_inputs(self, call: _Call, args: Any, kwargs: Any) -> Any:
+        """The arguments, with those that want a gradient behind _InputsDone. None: none does."""
         flat, spec = tree_flatten((args, kwargs))
         # A tensor that is given twice stays one: modules compare their inputs by `is`.
         wanting = {id(t): t for t in flat if isinstance(t, torch.Tensor) and t.requires_grad}
@@ -156,7 +228,8 @@ class Unit:
         if not self.frames or self.owner.is_elsewhere():  # before_forward() failed.
             return
         call = self.frames.pop()
-        if call is None:
+        call.unwatch()
+        if call.again:
             return
         self.owner.release(self)
         if torch.is_grad_enabled():
@@ -165,7 +238,33 @@ class Unit:
             for t in outputs:
                 t.register_hook(call.output_gradient)
 
+    def drop_frames(self, again: bool = False) -> None:
+        """After an exception for which torch calls no hook. `again`: those of activation checkpointing only."""
+        for call in self.frames:
+            if call.again or not again:
+                call.unwatch()
+        self.frames = [call for call in self.frames if again and not call.again]
+
     # --- its backward pass ---
+
+    def compute_again(self, task: int) -> None:
+        if not self.in_backward:
+            self.acquire_backward(task)
+            # With use_reentrant=True the gradients come in a pass within this one.
+            self.task, self.pending = _ANY_TASK, self.trainable
+        self.read_backward()
+
+    def read_backward(self) -> None:
+        """Its weights are about to be read in a backward pass."""
+        if not self.in_backward:
+            self.acquire_backward(self.owner.enter_backward())
+        if self.plan.is_table:
+            self.acquire_table()
+
+    def acquire_table(self) -> None:
+        if not self.has_table:
+            self.owner.acquire(self, backward=False)
+            self.has_table = True
 
     def acquire_backward(self, task: int) -> None:
         if self.task != task:
@@ -184,8 +283,8 @@ class Unit:
                 raise
             raise InvalidArgument(f"{self.name} has more backward than forward passes since the last backward(); call backward() once "
                                   "on the sum of these losses, or optimizer.zero_grad() and the model again; a module that runs "
-                                  "twice needs checkpointing with use_reentrant=False, requires_grad must not change between these "
-                                  "forward passes, and torch.vmap() over the model belongs under no_grad()") from error
+                                  "twice needs checkpointing with use_reentrant=False, and requires_grad must not change between these "
+                                  "forward passes") from error
         self.in_backward = True
 
     def settle(self, inputs_done: bool = False) -> None:
@@ -204,7 +303,8 @@ class Unit:
         if self.in_backward:
             self.in_backward = False
             self.owner.release(self)
-            if self.is_read_by_others:
+            if self.has_table:
+                self.has_table = False
                 self.owner.release(self)
 
 
@@ -262,6 +362,7 @@ class Sharded:
         self.places: Dict[nn.Parameter, List[Tuple[int, int]]] = {}
         self.homes: Dict[nn.Parameter, torch.Tensor] = {}  # The engine's memory, where each parameter lies.
         self.addresses: List[int] = []  # Of `parameters`.
+        self.memory = (0, 0)
         self.views: Dict[Tuple[nn.Parameter, int], torch.Tensor] = {}
         self.tasks: Set[int] = set()  # Backward passes that this thread is in.
         self.evaluating = self.in_step = self.backward_over = False
@@ -275,6 +376,7 @@ class Sharded:
         self.optimizer: Any = None  # The one whose moments the engine has; None before a step, and after restore().
         self.switched: List[str] = []  # The parameters of which requires_grad was followed before this step.
         self.stand_ins: Dict[nn.Parameter, stand_in.Gradient] = {}
+        self.clipped: Set[int] = set()  # Those of which a function that clips took the norm.
         self.needs_values = any(t.is_meta for t in itertools.chain(model.parameters(), model.buffers()))
         self.without_values: Set[nn.Parameter] = set()  # From the meta device.
         self.collected: Optional[Dict[nn.Parameter, torch.Tensor]] = None  # Values for state_dict() on this rank alone.
@@ -394,6 +496,7 @@ class Sharded:
             if p.requires_grad:
                 p.register_post_accumulate_grad_hook(lambda p: me().take_gradient(p))
         self.addresses = [p.data_ptr() for p in self.parameters]
+        self.memory = min(self.addresses), max(p.data_ptr() + p.nbytes for p in self.parameters)  # They lie within.
         self.updated = {p for p in self.parameters if p.requires_grad}
         self._note_frozen()
         self.guard = guard.Guard(self, always=bool(self.given.get("check")))
@@ -443,6 +546,15 @@ class Sharded:
             "shape": (count,), "typestr": words, "data": (address, False), "version": 3}})()
         array.engine = self.engine
         return torch.as_tensor(array, device=self.device).view(self.dtype).view(shape)
+
+    def units_at(self, t: torch.Tensor) -> List[Unit]:
+        """The units of the parameter in whose memory a tensor lies; none for others."""
+        try:
+            if not self.memory[0] <= t.data_ptr() < self.memory[1]:
+                return []
+        except RuntimeError:  # It has no memory of its own.
+            return []
+        return (self.guard.place(t) or ("", []))[1]
 
     def stream(self) -> Optional[int]:
         return torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else None
@@ -576,8 +688,8 @@ class Sharded:
         for unit in self.units:
             while unit.held:
                 self.release(unit)
-            unit.frames.clear()
-            unit.in_backward = False
+            unit.drop_frames()
+            unit.in_backward = unit.has_table = False
 
     def make_resident(self, unit: Unit) -> bool:
         """Gathers a unit now, and from now on for the whole pass of the model. False outside of a forward pass."""
@@ -597,7 +709,7 @@ class Sharded:
         unit.held += 1
         self.calling = None
         if backward and unit.is_read_by_others:
-            self.acquire(unit, backward=False)
+            unit.acquire_table()
 
     def release(self, unit: Unit) -> None:
         if unit.held:
@@ -729,7 +841,7 @@ class Sharded:
         self.catch_up()
         self.tasks.clear()
         for unit in self.units:
-            unit.frames = [call for call in unit.frames if call is not None]
+            unit.drop_frames(again=True)
         self.end_backward()
 
     # --- backward passes ---
@@ -761,9 +873,9 @@ class Sharded:
             with guard.unwatched():
                 self.adds_to_last = any(p.grad is not None for p in self.stand_ins)
         self.stepped = False
-        # The forward passes of this graph, if it is of an earlier micro-step: those that no backward pass has used, or, if the
-        # graph was retained, as many as its last backward pass used.
-        passes = [max(1, unit.forwards or unit.backwards) for unit in self.units]
+        # The most forward passes that this graph has, if it is of an earlier micro-step: those that no backward pass has used, or,
+        # if the graph was retained, as many as its last backward pass used.
+        passes = [max(1, unit.forwards, unit.backwards) for unit in self.units]
         if self.in_step and (self.has_gradients and self.gradients_were_cleared() or self.norm_taken and not self.has_gradients):
             self.abandon()  # zero_grad() came after this forward pass.
         if self.in_step and self.has_gradients and (
@@ -798,6 +910,7 @@ class Sharded:
                 p.grad = gradient
 
     def clear_stand_ins(self) -> None:
+        self.clipped.clear()
         with guard.unwatched():
             for p in self.stand_ins:
                 p.grad = None
@@ -820,8 +933,8 @@ class Sharded:
                               "switch it after optimizer.step()")
         places = [(self.units[u], i) for u, i in self.places[p]]
         unit, index = next((at for at in places if at[0].in_backward), places[0])
-        outside = not unit.in_backward
-        if outside:
+        unseen = not unit.in_backward  # Its backward pass has read no weights, or a torch before 2.8 does not show it.
+        if unseen:
             unit.acquire_backward(task)
         address, adds = self.engine.gradient(unit.index, index)
         key = (p, address)
@@ -834,12 +947,14 @@ class Sharded:
                 self.views[key].copy_(gradient)
         self.has_gradients = True
         self.note_gradient(p)
-        if outside:
-            unit.end_backward()
+        if unseen and self.stage == 3 and _program_hooks is None:
+            unit.end_backward()  # The next gradient is an error.
 
     def note_gradient(self, p: nn.Parameter) -> None:
         """Its unit waits for one gradient less."""
         owner = self.units[self.places[p][0][0]]
+        if owner.task == _ANY_TASK:
+            owner.task = _task()
         if owner.task == _task() and p in self.stand_ins:
             owner.pending -= 1
         owner.settle()
@@ -939,7 +1054,7 @@ class Sharded:
     def forget_step(self) -> None:
         for unit in self.units:
             unit.calls.clear()
-            unit.held, unit.in_backward, unit.forwards = 0, False, 0
+            unit.held, unit.in_backward, unit.has_table, unit.forwards = 0, False, False, 0
         self.in_step = self.has_gradients = self.adds_to_last = self.norm_taken = self.interrupted = False
         self.tasks.clear()
         self.clear_stand_ins()

@@ -37,7 +37,9 @@ class Gradient(torch.Tensor):
     def norm_of(self, order: Any) -> torch.Tensor:
         if order != 2:
             raise Unsupported(f"the norm of order {order} of a sharded gradient; only order 2 is kept")
-        if not _is_clipping():
+        if _is_clipping():
+            self.owner().clipped.add(id(self))
+        else:
             self.owner().warn_once("the norm of one gradient of a sharded model is not known: the first parameter answers "
                                  "the norm of all gradients, and the others answer 0; optimizer.grad_norm has it too")
         value = self.owner().gradient_norm() * self.factor if self.first else 0.0
@@ -47,6 +49,10 @@ class Gradient(torch.Tensor):
         if isinstance(factor, torch.Tensor) and factor.numel() != 1:
             raise Unsupported(f"a gradient of a sharded model was multiplied by a tensor of {factor.numel()} elements; gradients lie "
                               "in shards, so change them by Tensor.register_hook(), or scale all of them by one number")
+        taken, count = len(self.owner().clipped), len(self.owner().stand_ins)
+        if 0 < taken < count and _is_clipping():
+            raise Unsupported(f"the norm of {taken} of {count} gradients of a sharded model; only the norm of all is known, so give "
+                              "clip_grad_norm_() all trainable parameters")
         self.factor *= float(factor)
         return self
 
