@@ -314,7 +314,7 @@ Lease Engine::forward(UnitId unit, Stream stream) {
       impl.misuse("forward() of a unit that was not added; give the number that add_unit() returned");
     impl.acquire(unit, false);
     impl.gatherer->wait_for_parameters(unit, stream);
-    impl.acquired(unit, stream, false);
+    impl.acquired(unit, false);
     return impl.make_lease(*this, unit, stream, false);
   }
   if (!impl.leases.empty()) impl.misuse("forward() while another lease is alive; end it first");
@@ -377,7 +377,7 @@ Lease Engine::backward(UnitId unit, Stream stream) {
     }
     impl.acquire(unit, true);
     if (impl.reads(unit, true)) impl.gatherer->wait_for_parameters(unit, stream);
-    impl.acquired(unit, stream, true);
+    impl.acquired(unit, true);
   } else {
     impl.begin_backward_of(unit);
     if (impl.shape(unit).backward_reads_parameters) {

@@ -193,7 +193,7 @@ struct Engine::Impl : StepContext {
   void finish_micro_step();
   // Before and after the stream waits for the unit: runs the events that come with a lease.
   void acquire(int unit, bool backward);
-  void acquired(int unit, Stream stream, bool backward);
+  void acquired(int unit, bool backward);
   void release(const LiveLease& lease);
   void come_to(UnitEvent event);
   void pass(UnitEvent event);

@@ -61,7 +61,7 @@ void Engine::Impl::check_backward_passes() {
          "evaluation_end()");
 }
 
-void Engine::Impl::acquired(int index, Stream stream, bool backward) {
+void Engine::Impl::acquired(int index, bool backward) {
   if (!after_evaluation) ++(backward ? backward_leases : forward_leases);
   const std::vector<int> owners = units_read_by(model, index);
   for (const int owner : owners) {
