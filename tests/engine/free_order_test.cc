@@ -8,6 +8,7 @@
 #include <chrono>
 #include <cstdio>
 #include <future>
+#include <optional>
 #include <random>
 #include <string>
 #include <vector>
@@ -527,6 +528,54 @@ TEST(FreeOrderSlots, AUnitLeavesItsSpareSlotWhenTheWorkOnItHasEnded) {
 
     for (int u = 3; u >= 0; --u) static_cast<void>(engine.backward(u, fast));
     static_cast<void>(engine.step({.groups = {{}}}));
+    for (const Stream stream : {slow, fast}) {
+      throw_if_error(rank.backend->stream_synchronize(stream));
+      throw_if_error(rank.backend->stream_destroy(stream));
+    }
+  });
+}
+
+// Units 0 and 2 have one planned slot. Unit 2 is leased in a spare one, and unit 0 takes the planned one, so
+// that unit 2 is gathered again ahead of its backward pass. Rank 1 keeps that gather from its end until rank
+// 0 has read the half that comes from rank 1.
+TEST(FreeOrderSlots, AUnitStaysInItsSpareSlotWhileItIsLeased) {
+  std::promise<void> has_read;
+  run_ranks(2, {}, [&](Rank& rank) {
+    FourUnits four(rank);
+    auto& [engine, slow, fast] = four;
+    const auto read = [&, &stream = slow](const Lease& lease) {
+      std::vector<float> half(kUnitElements / 2, -1.0f);
+      throw_if_error(rank.backend->copy_async(half.data(), lease.parameter(0) + half.size() * sizeof(float),
+                                              half.size() * sizeof(float), stream));
+      throw_if_error(rank.backend->stream_synchronize(stream));
+      return half;
+    };
+    const auto end_step = [&, &stream = fast](int last) {
+      for (int u = last; u >= 0; --u) static_cast<void>(engine.backward(u, stream));
+      static_cast<void>(engine.step({.groups = {{}}}));
+    };
+    engine.step_begin();
+    engine.micro_step_begin(0);
+    for (int u = 0; u < 4; ++u) static_cast<void>(engine.forward(u, fast));
+    end_step(3);
+
+    engine.step_begin();
+    engine.micro_step_begin(0);
+    {
+      std::optional<Lease> holder = engine.forward(0, fast);
+      const Lease lease = engine.forward(2, slow);
+      holder.reset();
+      static_cast<void>(engine.forward(0, fast));
+      static_cast<void>(engine.forward(3, fast));
+      const std::vector<float> values = read(lease);
+      if (rank.communicator->rank() == 1) has_read.get_future().wait();
+      static_cast<void>(engine.backward(3, fast));
+      if (rank.communicator->rank() == 0) {
+        EXPECT_EQ(read(lease), values);
+        has_read.set_value();
+      }
+    }
+    end_step(2);
     for (const Stream stream : {slow, fast}) {
       throw_if_error(rank.backend->stream_synchronize(stream));
       throw_if_error(rank.backend->stream_destroy(stream));

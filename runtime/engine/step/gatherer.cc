@@ -78,7 +78,9 @@ bool Gatherer::in_use(int slot, int index) const {
 
 void Gatherer::gather(int index) {
   const Unit& u = unit(index);
-  if (context_.recorded()) {
+  // A unit that the trainer reads stays where it is. It gets the bytes that it has, for other ranks may lack
+  // them.
+  if (context_.recorded() && u.readers == 0) {
     context_.slots->place(SlotUse::kParameters, index, [&](int slot) { return in_use(slot, index); });
     add_slots();
   }
