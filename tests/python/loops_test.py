@@ -616,6 +616,41 @@ class Loops(unittest.TestCase):
         for stage in STAGES:
             self.compare(loop, stage)
 
+    def test_a_graph_of_weights_that_have_changed_is_refused(self):
+        def step(model, optimizer):
+            optimizer.step()
+            optimizer.zero_grad()
+
+        def write(model, optimizer):
+            optimizer.zero_grad()
+            with forebay.gathered(model, write=True):
+                for p in model.parameters():
+                    p.data.mul_(0.5)
+
+        def load(model, optimizer):
+            optimizer.zero_grad()
+            model.load_state_dict(model.state_dict())
+
+        for change in (step, write, load):
+            for stage in (0, 1, 3):
+                for uses_before in (0, 2):  # In the first steps passes are checked.
+                    with self.subTest(change=change.__name__, stage=stage, uses_before=uses_before):
+                        model = forebay.shard(make(), stage=stage)
+                        optimizer = forebay.AdamW(model, lr=0.05)
+                        for i in range(uses_before):
+                            model(inputs(i)).square().sum().backward()
+                            step(model, optimizer)
+                        late, loss = (model(inputs(i)).square().sum() for i in range(2))
+                        loss.backward(retain_graph=True)
+                        change(model, optimizer)
+                        for one in (late, loss):
+                            with self.assertRaisesRegex(RuntimeError, "modified by an inplace operation"):
+                                one.backward()
+                            optimizer.zero_grad()
+                        model(inputs(0)).square().sum().backward()
+                        optimizer.step()
+                        self.assertGreater(optimizer.grad_norm, 0)
+
     def test_parameters_with_their_names(self):
         model = forebay.shard(make(), stage=1)
         optimizer = forebay.AdamW(model.named_parameters(), 0.05)

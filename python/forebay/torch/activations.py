@@ -85,7 +85,7 @@ def kept(one: Kept) -> torch.Tensor:
     if version is not None and t._version != version:
         raise RuntimeError(f"a tensor of shape {list(t.shape)} that the backward pass needs has been modified by an inplace "
                            f"operation: it is at version {t._version}; expected version {version}. Let the operation return "
-                           "a new tensor")
+                           "a new tensor; if it is a weight that a step has changed since the forward pass, call the model again")
     return t
 
 

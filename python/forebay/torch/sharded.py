@@ -18,7 +18,7 @@ import threading
 import warnings
 import weakref
 import zlib
-from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple, Union
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple, Union
 
 import torch
 from torch import nn
@@ -125,7 +125,7 @@ class _Call:
 
     def pack(self, t: torch.Tensor) -> Any:
         units = self.unit.owner.units_at(t)
-        packed = self.program[0](t) if self.program else t if units else keep(t)
+        packed = self.program[0](t) if self.program else keep(t)
         return _Weights(packed, units) if units else packed
 
     def unpack(self, packed: Any) -> torch.Tensor:
@@ -565,6 +565,7 @@ class Sharded:
             value = value.float()
         value = value.detach().cpu().contiguous()
         self.engine.set(*self.places[p][0], describe.DTYPES[value.dtype], value.data_ptr(), value.numel())
+        self.note_changed([p])
         self.without_values.discard(p)
 
     def check_values(self) -> None:
@@ -1027,8 +1028,16 @@ class Sharded:
         self.stepped = True
         self.calling = None
         self.norm = result.grad_norm / factor if factor else None  # The norm before clip_grad_norm_().
+        if not result.skipped:
+            self.note_changed(self.stand_ins)
         self.guard.end_step()
         return result
+
+    def note_changed(self, parameters: Iterable[nn.Parameter]) -> None:
+        """The engine has written their values. torch then refuses the backward pass of a forward pass that read the old ones."""
+        with guard.unwatched():
+            for p in parameters:
+                torch.autograd.graph.increment_version(p)
 
     def warn_once(self, text: str) -> None:
         if text not in self.said:
