@@ -1,7 +1,9 @@
 """Loops that people write around a model, on one rank: the weights of plain torch, at stages 0 and 3."""
 
 import concurrent.futures
+import gc
 import io
+import itertools
 import pickle
 import tempfile
 import threading
@@ -650,6 +652,128 @@ class Loops(unittest.TestCase):
                         model(inputs(0)).square().sum().backward()
                         optimizer.step()
                         self.assertGreater(optimizer.grad_norm, 0)
+
+    def test_lists_and_dicts_that_a_unit_changes(self):
+        class Layer(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.linear = nn.Linear(8, 8)
+
+            def forward(self, h, skips, state, losses):
+                out = torch.tanh(self.linear(h + state["h"][0]))
+                losses.append(out.square().mean())
+                state["h"] = (out, state["h"][0])
+                if len(skips) > 2:
+                    out = out + skips.pop()
+                skips.append(out)
+                return out
+
+        class Layers(nn.Module):
+            def __init__(self, test):
+                super().__init__()
+                self.layers, self.test = nn.ModuleList(Layer() for _ in range(4)), test
+
+            def forward(self, x):
+                h, skips, losses = x, [x], []
+                state = {"h": (x, x)}
+                for layer in self.layers:
+                    h = layer(h, skips, state, losses)
+                self.test.assertIs(skips[0], x)
+                self.test.assertEqual((len(skips), len(losses)), (3, 4))
+                return h + sum(losses) + state["h"][1]
+
+        def loop(model, adamw):
+            optimizer = adamw(model)
+            for step in range(3):
+                model(inputs(step).requires_grad_()).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        def made():
+            torch.manual_seed(0)
+            return Layers(self)
+
+        for stage in STAGES:
+            plain, model = made(), forebay.shard(made(), units=[Layer], stage=stage)
+            loop(plain, lambda m: torch.optim.AdamW(m.parameters(), lr=0.05))
+            loop(model, lambda m: forebay.AdamW(m, lr=0.05))
+            values = model.state_dict()
+            for name, value in plain.state_dict().items():
+                self.assertLess((values[name] - value).abs().max().item(), 2e-6, (stage, name))
+
+    def test_one_unit_directly_and_under_a_reentrant_checkpoint(self):
+        class Layer(nn.Linear):
+            def forward(self, h):
+                return torch.tanh(super().forward(h["h"] if isinstance(h, Hidden) else h))
+
+        class Hidden:  # torch does not look into it.
+            def __init__(self, h):
+                self.h = h
+
+            def __getitem__(self, name):
+                return self.h
+
+        class Uses(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.first, self.layer, self.last = nn.Linear(8, 8), Layer(8, 8), nn.Linear(8, 8)
+
+            def forward(self, x, order):
+                h = self.first(x)
+                for use in order:
+                    h = {"direct": lambda: self.layer(h), "hidden": lambda: self.layer(Hidden(h)),
+                         "reentrant": lambda: checkpoint(self.layer, h, use_reentrant=True)}[use]()
+                return self.last(h)
+
+        def made():
+            torch.manual_seed(0)
+            return Uses()
+
+        for order in itertools.permutations(("direct", "hidden", "reentrant")):
+            for stage in (0, 2, 3):
+                plain, model = made(), forebay.shard(made(), units=[Layer], stage=stage)
+                for one, optimizer in ((plain, torch.optim.SGD(plain.parameters(), lr=1.0)), (model, forebay.SGD(model, lr=1.0))):
+                    for step in range(2):
+                        one(inputs(step), order).square().sum().backward()
+                        optimizer.step()
+                        optimizer.zero_grad()
+                values = model.state_dict()
+                for name, value in plain.state_dict().items():
+                    self.assertLess((values[name] - value).abs().max().item(), 1e-5, (order, stage, name))
+
+    def test_results_that_an_operator_saves_die_with_their_graph(self):
+        class Saves(torch.autograd.Function):
+            alive = 0
+
+            @staticmethod
+            def forward(ctx, x):
+                result = x.exp()
+                ctx.save_for_backward(result)
+                ctx.note = Note()
+                return result
+
+            @staticmethod
+            def backward(ctx, gradient):
+                return gradient * ctx.saved_tensors[0]
+
+        class Note:
+            def __init__(self):
+                Saves.alive += 1
+
+            def __del__(self):
+                Saves.alive -= 1
+
+        class Layer(nn.Linear):
+            def forward(self, x):
+                return Saves.apply(super().forward(x))
+
+        model = nn.Sequential(Layer(8, 8), Layer(8, 8))
+        for wrap in (lambda: forebay.offload_activations(model, least_bytes=0), lambda: forebay.shard(model, stage=3)):
+            wrap()
+            for _ in range(3):
+                model(inputs(0).requires_grad_())  # Nobody differentiates it.
+            gc.collect()
+            self.assertEqual(Saves.alive, 0)
 
     def test_parameters_with_their_names(self):
         model = forebay.shard(make(), stage=1)

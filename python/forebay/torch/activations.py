@@ -76,6 +76,8 @@ class Kept(NamedTuple):
 
 
 def keep(t: torch.Tensor) -> Kept:
+    # A result that an operator saves would keep its graph alive, and with it itself. This view has the same version.
+    t = t.detach()
     return Kept(t, None if t.is_inference() else t._version)
 
 

@@ -231,7 +231,10 @@ class Guard:
         if not units:
             return
         if not any(unit.held for unit in units):
-            self.make_resident(func, name, units[0])
+            if torch._C._current_graph_task_id() == -1:
+                self.make_resident(func, name, units[0])
+            elif self.owner().stage == 3:  # As where a part of the unit is computed again.
+                units[0].read_backward()
         if is_written:
             raise InvalidArgument(f"{func} writes {name} within a pass; weights of a sharded model change in optimizer.step() "
                                   "only, so write them within forebay.gathered(model, write=True), after the step")

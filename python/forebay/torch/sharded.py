@@ -22,7 +22,6 @@ from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Named
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from forebay import _library, core
 from forebay._library import InvalidArgument, Unsupported
@@ -70,8 +69,8 @@ class _Weights(NamedTuple):
 class _Call:
     """One forward pass through a unit, and its backward pass.
 
-    The backward pass begins with the gradient of an output, or where an operator reads weights that it saved: the program may
-    change an output that is a view, or take tensors out of the module otherwise.
+    Most often the backward pass begins with the gradient of an output. But the program may change an output that is a view, or
+    take tensors out of the module otherwise, so operators that read weights which they saved acquire their unit too.
     """
 
     def __init__(self, unit: "Unit", again: bool = False) -> None:
@@ -81,47 +80,50 @@ class _Call:
         self.outputs = 0
         self.program: Optional[Tuple[Callable[..., Any], Callable[..., Any]]] = None  # Its hooks of saved tensors.
         self.hooks: Optional[torch.autograd.graph.saved_tensors_hooks] = None
+        self.exchanged: List[Tuple[Any, Any, Any, Any]] = []  # In lists and dicts of the program: where, the old one, the new one.
         self.start(-1)
 
     def start(self, task: int) -> None:
         self.task, self.outputs_left, self.inputs_done = task, self.outputs, not self.has_inputs
 
-    def enter_backward(self) -> None:
+    def output_gradient(self, _: torch.Tensor) -> None:
         self.unit.owner.refuse_double_backward()
         task = self.unit.owner.enter_backward()
         if self.task != task:
             self.start(task)
             self.unit.calls.add(self)
             self.unit.acquire_backward(task)
-
-    def output_gradient(self, _: torch.Tensor) -> None:
-        self.enter_backward()
         self.outputs_left -= 1
 
     # --- weights that operators save ---
 
     def watch(self) -> None:
         """From now on to unwatch(). Not at stages where weights stay."""
-        if (self.unit.owner.stage != 3 or _program_hooks is None or not torch.is_grad_enabled()
-                or not torch._C._autograd._saved_tensors_hooks_is_enabled()):
+        if (self.unit.owner.stage != 3 or self.unit.owner.given.get("check") is False or _program_hooks is None
+                or not torch.is_grad_enabled() or not torch._C._autograd._saved_tensors_hooks_is_enabled()):
             return
         while True:
-            self.program = _program_hooks(False)
-            outer = getattr(self.program[0], "__self__", None) if self.program else None
-            if not isinstance(outer, _Call):
-                break
-            if outer.hooks is not None:
-                self.program = outer.program
+            outer = _top_call()
+            if outer is None or outer.hooks is not None:
                 break
             torch._C._autograd._pop_saved_tensors_default_hooks()  # See unwatch().
-        self.thread = threading.get_ident()
+        self.program = outer.program if outer else _program_hooks(False)
         self.hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
         self.hooks.__enter__()
 
     def unwatch(self) -> None:
-        if self.hooks is not None and self.thread == threading.get_ident():  # Else that thread drops them in its next pass.
+        if self.hooks is not None and _top_call() is self:  # Else, after an interrupt, the next pass of its thread drops them.
             self.hooks.__exit__(None, None, None)
         self.hooks = None
+
+    def end_forward(self) -> None:
+        """The program gets back what it had in its lists and dicts."""
+        self.unwatch()
+        for container, key, old, new in self.exchanged:
+            there = container[key:key + 1] if isinstance(container, list) else [container.get(key)]
+            if there and there[0] is new:
+                container[key] = old
+        self.exchanged.clear()
 
     def pack(self, t: torch.Tensor) -> Any:
         units = self.unit.owner.units_at(t)
@@ -137,13 +139,19 @@ class _Call:
             return self.program[1](packed)
         return kept(packed) if isinstance(packed, Kept) else packed
 
-    def need(self, units: List["Unit"]) -> None:
-        """An operator of the backward pass is about to read weights of one of these units."""
-        if self.unit in units:
-            self.enter_backward()
-            self.unit.read_backward()
-        elif not any(unit.held and not unit.plan.is_table for unit in units):
+    @staticmethod
+    def need(units: List["Unit"]) -> None:
+        """An operator of a backward pass is about to read weights that these units have."""
+        if not any(unit.has_values for unit in units):
+            units[0].owner.refuse_double_backward()
             units[0].read_backward()
+
+
+def _top_call() -> Optional[_Call]:
+    """The call of which the hooks of saved tensors are on top of this thread's stack."""
+    top = _program_hooks(False)
+    owner = getattr(top[0], "__self__", None) if top else None
+    return owner if isinstance(owner, _Call) else None
 
 
 class _Backward:
@@ -169,7 +177,8 @@ class Unit:
         self.forwards = 0  # Forward passes of this micro-step without a backward pass.
         self.backwards = 0  # Acquisitions of the last backward pass.
         self.task, self.pending = -1, 0
-        self.has_table = False  # This backward pass reads the table of an embedding, whose own backward pass reads nothing.
+        self.is_read = False  # This backward pass has an acquisition besides its own, only to read weights.
+        self.given: Set[nn.Parameter] = set()  # Of which the engine got a gradient in the latest acquisition of a backward pass.
         self.frames: List[_Call] = []
 
     @property
@@ -182,6 +191,11 @@ class Unit:
         self._held = count
         if self.owner.guard is not None:
             self.owner.guard.follow(self)
+
+    @property
+    def has_values(self) -> bool:
+        """Its weights are valid. The backward pass of an embedding reads none, so it gathers none."""
+        return self._held > (self.in_backward and self.plan.is_table)
 
     @property
     def is_read_by_others(self) -> bool:
@@ -208,9 +222,16 @@ class Unit:
 
     def follow_inputs(self, call: _Call, args: Any, kwargs: Any) -> Any:
         """The arguments, with those that want a gradient behind _InputsDone. None: none does."""
-        flat, spec = tree_flatten((args, kwargs))
         # A tensor that is given twice stays one: modules compare their inputs by `is`.
-        wanting = {id(t): t for t in flat if isinstance(t, torch.Tensor) and t.requires_grad}
+        wanting: Dict[int, torch.Tensor] = {}
+
+        def find(t: torch.Tensor) -> torch.Tensor:
+            if t.requires_grad:
+                wanting[id(t)] = t
+            return t
+
+        given = (args, *kwargs.values())
+        _exchange(given, find, [])
         if not wanting:
             return None
         call.has_inputs = True
@@ -221,14 +242,15 @@ class Unit:
                 raise
             raise Unsupported("torch.func.grad(), vjp(), jacrev() and hessian() of a sharded model; use torch.autograd.grad() or "
                               "torch.autograd.functional.jacobian() on its inputs, or torch.func.jacfwd()") from error
-        return tree_unflatten([made.get(id(t), t) for t in flat], spec)
+        args, *values = _exchange(given, lambda t: made.get(id(t), t), call.exchanged)
+        return args, dict(zip(kwargs, values))
 
     @uncompiled
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if not self.frames or self.owner.is_elsewhere():  # before_forward() failed.
             return
         call = self.frames.pop()
-        call.unwatch()
+        call.end_forward()
         if call.again:
             return
         self.owner.release(self)
@@ -242,7 +264,7 @@ class Unit:
         """After an exception for which torch calls no hook. `again`: those of activation checkpointing only."""
         for call in self.frames:
             if call.again or not again:
-                call.unwatch()
+                call.end_forward()
         self.frames = [call for call in self.frames if again and not call.again]
 
     # --- its backward pass ---
@@ -255,16 +277,15 @@ class Unit:
         self.read_backward()
 
     def read_backward(self) -> None:
-        """Its weights are about to be read in a backward pass."""
-        if not self.in_backward:
-            self.acquire_backward(self.owner.enter_backward())
-        if self.plan.is_table:
-            self.acquire_table()
+        """Its weights are valid from now on to the end of the whole backward pass."""
+        if not self.has_values:
+            self.owner.enter_backward()
+            self.acquire_values()
 
-    def acquire_table(self) -> None:
-        if not self.has_table:
+    def acquire_values(self) -> None:
+        if not self.is_read:
             self.owner.acquire(self, backward=False)
-            self.has_table = True
+            self.is_read = True
 
     def acquire_backward(self, task: int) -> None:
         if self.task != task:
@@ -286,6 +307,7 @@ class Unit:
                                   "twice needs checkpointing with use_reentrant=False, and requires_grad must not change between these "
                                   "forward passes") from error
         self.in_backward = True
+        self.given.clear()
 
     def settle(self, inputs_done: bool = False) -> None:
         """Ends the calls of which all gradients have been handed over, and the acquisition after the last.
@@ -303,9 +325,30 @@ class Unit:
         if self.in_backward:
             self.in_backward = False
             self.owner.release(self)
-            if self.has_table:
-                self.has_table = False
-                self.owner.release(self)
+
+    def end_reads(self) -> None:
+        """After the whole backward pass: operators may have saved weights unseen, as those of a checkpoint within the unit."""
+        if self.is_read:
+            self.is_read = False
+            self.owner.release(self)
+
+
+def _exchange(value: Any, change: Callable[[torch.Tensor], torch.Tensor], noted: List[Tuple[Any, Any, Any, Any]]) -> Any:
+    """`value` with other tensors. Lists and dicts are the program's, so they stay, and what is exchanged in them is noted."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, tuple):
+        made = [_exchange(one, change, noted) for one in value]
+        if all(new is old for new, old in zip(made, value)):
+            return value
+        return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
+    if isinstance(value, (list, dict)):
+        for key, old in list(enumerate(value) if isinstance(value, list) else value.items()):
+            new = _exchange(old, change, noted)
+            if new is not old:
+                value[key] = new
+                noted.append((value, key, old, new))
+    return value
 
 
 def _task() -> int:
@@ -690,7 +733,7 @@ class Sharded:
             while unit.held:
                 self.release(unit)
             unit.drop_frames()
-            unit.in_backward = unit.has_table = False
+            unit.in_backward = unit.is_read = False
 
     def make_resident(self, unit: Unit) -> bool:
         """Gathers a unit now, and from now on for the whole pass of the model. False outside of a forward pass."""
@@ -710,7 +753,7 @@ class Sharded:
         unit.held += 1
         self.calling = None
         if backward and unit.is_read_by_others:
-            unit.acquire_table()
+            unit.acquire_values()
 
     def release(self, unit: Unit) -> None:
         if unit.held:
@@ -903,6 +946,7 @@ class Sharded:
     def end_backward(self) -> None:
         for unit in self.units:
             unit.end_backward()
+            unit.end_reads()
         self.backward_over = True
         self.norm = None
         with guard.unwatched():
@@ -942,10 +986,11 @@ class Sharded:
         if key not in self.views:
             self.views[key] = self.view(address, p.shape)
         with torch.no_grad():
-            if adds:
+            if adds or p in unit.given:
                 self.views[key].add_(gradient)
             else:
                 self.views[key].copy_(gradient)
+        unit.given.add(p)
         self.has_gradients = True
         self.note_gradient(p)
         if unseen and self.stage == 3 and _program_hooks is None:
@@ -1063,7 +1108,7 @@ class Sharded:
     def forget_step(self) -> None:
         for unit in self.units:
             unit.calls.clear()
-            unit.held, unit.in_backward, unit.has_table, unit.forwards = 0, False, False, 0
+            unit.held, unit.in_backward, unit.is_read, unit.forwards = 0, False, False, 0
         self.in_step = self.has_gradients = self.adds_to_last = self.norm_taken = self.interrupted = False
         self.tasks.clear()
         self.clear_stand_ins()
