@@ -178,7 +178,7 @@ class Unit:
         self.backwards = 0  # Acquisitions of the last backward pass.
         self.task, self.pending = -1, 0
         self.is_read = False  # This backward pass has an acquisition besides its own, only to read weights.
-        self.given: Set[nn.Parameter] = set()  # Of which the engine got a gradient in the latest acquisition of a backward pass.
+        self.given: Set[nn.Parameter] = set()  # Their gradients came in the latest acquisition for a backward pass.
         self.frames: List[_Call] = []
 
     @property
@@ -419,7 +419,7 @@ class Sharded:
         self.optimizer: Any = None  # The one whose moments the engine has; None before a step, and after restore().
         self.switched: List[str] = []  # The parameters of which requires_grad was followed before this step.
         self.stand_ins: Dict[nn.Parameter, stand_in.Gradient] = {}
-        self.clipped: Set[int] = set()  # Those of which a function that clips took the norm.
+        self.clipped: Set[int] = set()  # A function that clips has asked for their norms.
         self.needs_values = any(t.is_meta for t in itertools.chain(model.parameters(), model.buffers()))
         self.without_values: Set[nn.Parameter] = set()  # From the meta device.
         self.collected: Optional[Dict[nn.Parameter, torch.Tensor]] = None  # Values for state_dict() on this rank alone.
