@@ -141,8 +141,12 @@ Engine::Impl::UpdateTimes Engine::Impl::measure_update(std::uint64_t count) {
   PinnedPoolOptions pinned_memory = pinned_options();
   pinned_memory.huge_pages = false;
   const auto pool = value_or_throw(PinnedPool::create(backend, pinned_memory));
-  std::byte* const host = value_or_throw(pool->allocate(3 * state_bytes + count * size + kPageBytes));
-  if (!counts_only()) std::memset(host, 0, 3 * state_bytes + count * size);
+  // A store moves whole pages, of which a moving average is a part too.
+  const std::uint64_t stored =
+      options.tier == Tier::kFile ? round_up(count * forebay::state_bytes(options), kPageBytes) : 0;
+  const std::uint64_t host_bytes = std::max(3 * state_bytes + count * size, stored);
+  std::byte* const host = value_or_throw(pool->allocate(host_bytes));
+  if (!counts_only()) std::memset(host, 0, host_bytes);
   Probe probe(*this);
   probe.open(3 * state_bytes + 2 * count * size);
 
@@ -193,10 +197,7 @@ Engine::Impl::UpdateTimes Engine::Impl::measure_update(std::uint64_t count) {
                    throw_if_error(backend.stream_synchronize(probe.stream));
                  }));
   }
-  if (options.tier == Tier::kFile) {
-    const std::uint64_t stored = round_up(count * forebay::state_bytes(options), kPageBytes);
-    times.offloaded = std::max(times.offloaded, measure_store(host, stored));
-  }
+  if (stored != 0) times.offloaded = std::max(times.offloaded, measure_store(host, stored));
   throw_if_error(pool->free(host, {}));
   times.device /= static_cast<double>(count);
   times.offloaded /= static_cast<double>(count);
