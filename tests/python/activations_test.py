@@ -152,6 +152,29 @@ class OneRank(unittest.TestCase):
             results.append([loss.item(), *[p.grad.sum().item() for p in model.parameters()]])
         self.assertEqual(*results)
 
+    def test_views_that_are_conjugates_or_negatives(self):
+        class Spectral(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
+
+            def forward(self, x):
+                f, g = torch.fft.fft(self.a(x)), torch.fft.fft(self.b(x))
+                i = g.conj().imag
+                return (f * g.conj()).real.square().mean() + (i * i * self.a(x)).mean() + (f.mH @ g).abs().square().mean()
+
+        results = []
+        for offload in (False, True):
+            torch.manual_seed(0)
+            model = Spectral()
+            if offload:
+                forebay.offload_activations(model, least_bytes=256)
+            for _ in range(3):
+                model.zero_grad()
+                model(torch.arange(64.0 * 64).view(64, 64) / 4096).backward()
+            results.append([p.grad.sum().item() for p in model.parameters()])
+        self.assertEqual(*results)
+
     def test_an_inplace_change_of_what_stays_is_refused(self):
         class Changes(nn.Module):
             def __init__(self):
@@ -293,28 +316,33 @@ class Threads(unittest.TestCase):
             torch.manual_seed(0)  # The generator is the process's: models made by several threads at once would differ.
             return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(count)))
 
-        def run(rank):
-            device = forebay.Device()
-            model = replicas[rank]
-            with group.communicator(rank, device) as ranks:
-                x = torch.cat([torch.ones(48, 64), torch.full((16, 64), rank / 4 if differ else 1.0)])
-                with forebay.offload_activations(model, group=ranks, least_bytes=256) as offload:
-                    try:
-                        for _ in range(steps):
-                            model(x).sum().backward()
-                        found = offload.report()
-                        results[rank] = found["plan"]["host_bytes"], found["statistics"]["save_count"]
-                    except forebay.Error as error:
-                        results[rank] = f"{type(error).__name__} {error}"
+        def run(rank, ranks):
+            x = torch.cat([torch.ones(48, 64), torch.full((16, 64), rank / 4 if differ else 1.0)])
+            with forebay.offload_activations(replicas[rank], group=ranks, least_bytes=256) as offload:
+                try:
+                    for _ in range(steps):
+                        replicas[rank](x).sum().backward()
+                    found = offload.report()
+                    results[rank] = found["plan"]["host_bytes"], found["statistics"]["save_count"]
+                except forebay.Error as error:
+                    results[rank] = f"{type(error).__name__} {error}"
 
         replicas = [made(count) for count in layers]
-        with forebay.LocalGroup(len(layers), deadline=60000) as group:
-            threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(layers))]
+        self.in_group(len(layers), run)
+        return results
+
+    def in_group(self, size, run):
+        def with_communicator(rank):
+            device = forebay.Device()
+            with group.communicator(rank, device) as ranks:
+                run(rank, ranks)
+
+        with forebay.LocalGroup(size, deadline=60000) as group:
+            threads = [threading.Thread(target=with_communicator, args=(rank,)) for rank in range(size)]
             for thread in threads:
                 thread.start()
             for thread in threads:
                 thread.join()
-        return results
 
     def test_ranks_that_save_other_numbers_of_activations_are_refused(self):
         for text in self.trained([2, 2, 1]):
@@ -326,6 +354,44 @@ class Threads(unittest.TestCase):
         for part, count in self.trained([2, 2, 2]):
             self.assertEqual(count, saves)
             self.assertLess(part, 0.4 * size)
+
+    def test_activations_that_are_the_same_in_the_first_pass_only(self):
+        """Those behind a weight that begins at zero, as LoRA's does."""
+        class Adapter(nn.Module):
+            def __init__(self, rank):
+                super().__init__()
+                torch.manual_seed(0)
+                self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64, bias=False)
+                nn.init.zeros_(self.b.weight)
+                torch.manual_seed(1 + rank)
+                self.c = nn.Linear(64, 1)
+
+            def forward(self, x):
+                return self.c(torch.tanh(self.b(torch.tanh(self.a(x))))).square().mean()
+
+        def trained(model):
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+            seen = []
+            for _ in range(4):
+                optimizer.zero_grad()
+                model(torch.arange(64.0 * 64).view(64, 64) / 4096).backward()
+                seen.append([p.grad.sum().item() for p in model.parameters()])
+                optimizer.step()
+            return seen
+
+        def run(rank, ranks):
+            with forebay.offload_activations(replicas[rank], group=ranks, least_bytes=256) as offload:
+                results[rank] = trained(replicas[rank])
+                saves[rank] = offload.report()["statistics"]["save_count"]
+
+        results, saves = [None] * 3, [None] * 3
+        replicas = [Adapter(rank) for rank in range(3)]
+        with self.assertWarnsRegex(UserWarning, "the same on all ranks of the group in the first pass differ now"):
+            self.in_group(3, run)
+        for rank in range(3):
+            self.assertEqual(results[rank], trained(Adapter(rank)), rank)
+        self.assertGreater(saves[0], 0)
+        self.assertEqual(saves, saves[:1] * 3)
 
 
 class SeveralRanks(unittest.TestCase):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import numbers
-import zlib
+import warnings
 from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
 import torch
@@ -111,6 +110,8 @@ class ActivationOffload:
             "host" if self.device.type == "cpu" else f"cuda:{self.device.index or 0}")
         self.sizes: List[int] = []  # By slot, from the first pass.
         self.sums: List[int] = []
+        self.partitioned: List[bool] = []  # Whether each rank of the group keeps a slice, by slot.
+        self.has_warned = False
         self.current: Optional[_Pass] = None
         self.in_flight: List[_Pass] = []
         self.hooks: Optional[torch.autograd.graph.saved_tensors_hooks] = None
@@ -165,7 +166,8 @@ class ActivationOffload:
 
     def _pack(self, t: torch.Tensor) -> Any:
         of = self.current
-        if of is None or type(t) is not torch.Tensor or t.layout != torch.strided or t.device != self.device:
+        if (of is None or type(t) is not torch.Tensor or t.layout != torch.strided or t.device != self.device
+                or t.is_conj() or t.is_neg()):  # A view whose values are not the bytes.
             return keep(t)
         storage = t.untyped_storage()
         size = storage.nbytes()
@@ -187,14 +189,31 @@ class ActivationOffload:
         if self.checkpointer is None:  # The first pass tells the sizes.
             if of.number == 0:
                 self.sizes.append(size)
-                self.sums.append(zlib.crc32((ctypes.c_char * size).from_address(storage.data_ptr()))
-                                 if self.group is not None and self.device.type == "cpu" else 0)
+                self.sums.append(self._sum_of(storage) if self.group is not None else 0)
             return None
-        if slot >= len(self.sizes) or size != self.sizes[slot]:
+        if slot >= len(self.sizes):
             return None
-        if of.alive == 0 and len(self.in_flight) >= self.passes:
-            return None
-        return _Saved(self, of, slot, storage)
+        has_place = size == self.sizes[slot] and (of.alive > 0 or len(self.in_flight) < self.passes)
+        if self.partitioned[slot]:  # All ranks decide alike, since they gather it together.
+            has_place = self._is_shared(has_place, storage)
+        return _Saved(self, of, slot, storage) if has_place else None
+
+    def _sum_of(self, storage: torch.UntypedStorage) -> int:
+        data = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
+        words = data.numel() // 8 * 8
+        return int(data[:words].view(torch.int64).sum()) + int(data[words:].sum(dtype=torch.int64))
+
+    def _is_shared(self, has_place: bool, storage: torch.UntypedStorage) -> bool:
+        """Whether all ranks of the group have a place for these bytes, and the bytes are the same. Collective."""
+        mine = f"{int(has_place)} {storage.nbytes()} {self._sum_of(storage) if has_place else 0}".encode()
+        self.copier.synchronize()
+        everyone = set(self.communicator.exchange(mine.ljust(64)))
+        if len(everyone) > 1 and not self.has_warned and all(one.startswith(b"1") for one in everyone):
+            self.has_warned = True
+            warnings.warn("activations that were the same on all ranks of the group in the first pass differ now, as behind weights "
+                          "that begin at zero; they stay on the device. Call offload_activations() after the first steps, and "
+                          "each rank keeps its own off the device")
+        return has_place and len(everyone) == 1
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, Kept):
@@ -205,13 +224,14 @@ class ActivationOffload:
     # --- the checkpointer ---
 
     def _commit(self) -> None:
-        communicator = self._communicator()
-        made = core.Checkpointer(self.copier, communicator, activation_tier=self.tier,
+        self.communicator = self._communicator()
+        made = core.Checkpointer(self.copier, self.communicator, activation_tier=self.tier,
                                  activation_micro_batches=self.passes, **self.options)
-        shared = self._shared(communicator)
+        shared = self._shared(self.communicator)
         for slot, (size, is_shared) in enumerate(zip(self.sizes, shared)):
             made.declare(0, slot, size, activation_placement="partition+spill", activation_shared=is_shared)
         made.commit()
+        self.partitioned = [is_shared and self.communicator.size > 1 for is_shared in shared]
         self.checkpointer = made  # Not before: the next pass tries again, and says the same.
 
     def _communicator(self) -> core.Communicator:
@@ -230,16 +250,13 @@ class ActivationOffload:
         """Whether all ranks of the group saved the same bytes in the first pass, by slot."""
         if communicator.size == 1:
             return [True] * len(self.sizes)
-        if self.device.type != "cpu":
-            return [True] * len(self.sizes)
         counts = {int.from_bytes(one, "little") for one in communicator.exchange(len(self.sizes).to_bytes(4, "little"))}
         if len(counts) > 1:
             raise InvalidArgument(f"the tensor-parallel ranks save {sorted(counts)} activations in one pass; give all "
                                   "of them the same model and batch")
-        mine = b"".join((size.to_bytes(8, "little") + sum_of.to_bytes(4, "little"))
-                        for size, sum_of in zip(self.sizes, self.sums))
+        mine = b"".join(f"{size} {sum_of}".encode().ljust(64) for size, sum_of in zip(self.sizes, self.sums))
         everyone = communicator.exchange(mine)
-        return [len({one[12 * slot:12 * slot + 12] for one in everyone}) == 1 for slot in range(len(self.sizes))]
+        return [len({one[64 * slot:64 * slot + 64] for one in everyone}) == 1 for slot in range(len(self.sizes))]
 
     def report(self) -> Dict[str, Any]:
         """{"plan", "statistics"} of the checkpointer; empty before the second pass."""
@@ -270,7 +287,8 @@ def offload_activations(model: nn.Module, tier: str = "cpu", group: Any = None, 
     The first pass keeps its activations and tells the sizes; later ones of another size stay on the device.
       tier         "cpu" (pinned memory) or "nvme:DIR[,DIR...]".
       group        the tensor-parallel ranks: a ProcessGroup or a forebay.Communicator. Each rank keeps its slice of
-                   the activations that were the same on all of them in the first pass. Collective.
+                   the activations that are the same on all of them in the first pass and in this one, which they compare
+                   each time. Collective.
       least_bytes  smaller tensors stay.
       passes       forward passes whose backward pass is outstanding, at most; more stay on the device.
     Options: activation_look_ahead, activation_staging_count, ... The result's report() has the figures.
