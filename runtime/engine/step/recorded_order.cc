@@ -245,6 +245,8 @@ void Engine::Impl::abandon(int count) {
 }
 
 void Engine::Impl::give_up() {
+  // No decision has waited for the averages of this step, and the next step may write their gradients.
+  reducer->wait_for_norms();
   decision->forget_norm();
   recorder->clear();
   static_cast<void>(slots->took_spare());
@@ -272,10 +274,11 @@ void Engine::Impl::adopt_order() {
   const bool same = next.slots.parameter_slot == plan.slots.parameter_slot &&
                     next.slots.gradient_slot == plan.slots.gradient_slot &&
                     next.slots.slot_bytes == plan.slots.slot_bytes;
-  plan = std::move(next);
-  if (same) return;
+  // Queued averages and updates read the plan.
   reducer->synchronize();
   settle_updates();
+  plan = std::move(next);
+  if (same) return;
   for (const Unit& u : units) must(backend.event_synchronize(u.released));
   slots->replace();
   gatherer->slots_changed();

@@ -144,7 +144,7 @@ void Reducer::wait_for_norms() const {
 }
 
 float Reducer::average_factor() const {
-  const int micro_steps = options_.average == Average::kRanks ? 1 : micro_steps_;
+  const int micro_steps = options_.average == Average::kRanks ? 1 : micro_steps_.load();
   const std::uint64_t passes =
       static_cast<std::uint64_t>(context_.ranks()) * static_cast<std::uint64_t>(micro_steps);
   return static_cast<float>(1.0 / static_cast<double>(passes));

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <cstdint>
 #include <vector>
 
@@ -96,7 +97,8 @@ class Reducer : private StepPart {
 
   const Updater& updater_;
   int micro_step_ = 0;
-  int micro_steps_ = 1;     // That the sum is divided by. Changes while no average is queued.
+  // That the sum is divided by. An average that is queued when it changes belongs to a step that was given up.
+  std::atomic<int> micro_steps_ = 1;
   int reduced_units_ = 0;   // In this micro-step.
   std::vector<bool> open_;  // By unit.
 
