@@ -662,6 +662,22 @@ class Optimizers(unittest.TestCase):
 
         if "decoupled_weight_decay" in inspect.signature(torch.optim.Adam).parameters:  # Since PyTorch 2.6.
             self.assertEqual(rule_of(torch.optim.Adam, decoupled_weight_decay=True), "adamw")
+
+        class Named(torch.optim.AdamW):
+            pass
+
+        class Own(torch.optim.AdamW):
+            def step(self, closure=None):
+                pass
+
+        def coupled(params):
+            optimizer = torch.optim.AdamW(params)
+            optimizer.param_groups[0]["decoupled_weight_decay"] = False
+            return optimizer
+
+        self.assertEqual([rule_of(Named), rule_of(coupled)], ["adamw", "adam"])
+        with self.assertRaisesRegex(forebay.Unsupported, "Own derives from AdamW and has a step.. of its own"):
+            rule_of(Own)
         self.assertEqual([rule_of(torch.optim.AdamW), rule_of(torch.optim.Adam, weight_decay=0.1),
                           rule_of(torch.optim.SGD, lr=1.0, momentum=0.9), rule_of(Lion, cautious_factor=1.0)],
                          ["adamw", "adam", "sgd", "lion"])
@@ -677,6 +693,20 @@ class Optimizers(unittest.TestCase):
                 rule_of(kind, **values)
         with self.assertRaisesRegex(forebay.Unsupported, "Lion cannot run in shards"):
             rule_of(Lion, eight_bit=True)
+
+    def test_the_hooks_of_an_optimizer_are_called(self):
+        model = sharded(models.make())
+        plain = torch.optim.AdamW(model.parameters())
+        called = []
+        plain.register_step_pre_hook(lambda *_: called.append("before"))
+        plain.register_step_post_hook(lambda *_: called.append("after"))
+        with mock.patch.object(Sharded, "make_engine", lambda self: FakeEngine()):
+            optimizer = forebay.wrap(plain)
+            handle = plain.register_step_post_hook(lambda *_: called.append("later"))
+            optimizer.step()
+            handle.remove()
+            optimizer.step()
+        self.assertEqual(called, ["before", "after", "later", "before", "after"])
 
     def test_the_defaults_are_those_of_torch(self):
         def made(make, *given):
@@ -907,9 +937,12 @@ class Guard(unittest.TestCase):
             optimizer.step()
             refuses()
             optimizer.zero_grad()
+            for text in (repr(weight), f"{weight}", f"{kept}"):
+                self.assertRegex(text, r"weight, shape \[.*: its values lie in shards, and are here in passes of")
         with forebay.gathered(model):
             for read in reads.values():
                 read()
+            self.assertNotIn("shards", f"{weight}")
             self.assertTrue(torch.equal(pickle.loads(pickle.dumps(kept)), weight))
             self.assertEqual({type(p) for p in model.parameters()}, {nn.Parameter})
         self.assertIsInstance(weight, nn.Parameter)

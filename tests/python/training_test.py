@@ -384,6 +384,72 @@ class OneRank(unittest.TestCase):
             with self.assertRaisesRegex(forebay.InvalidArgument, "the buffers of the model have 1384"):
                 forebay.save(large, directory)
 
+    def test_what_no_engine_holds_is_saved(self):
+        class Extra(torch.nn.Linear):
+            def __init__(self, count, kind):
+                super().__init__(4, 4)
+                self.count, self.kind = count, kind
+
+            def get_extra_state(self):
+                return {"tensor": torch.tensor([self.count]), "json": {"count": self.count}, "object": {self.count}}[self.kind]
+
+            def set_extra_state(self, value):
+                self.count = int(value[0] if self.kind == "tensor" else value["count"])
+
+        def make(seed, extra=3, kind="tensor", dense=True, size=4):
+            torch.manual_seed(seed)
+            module = torch.nn.Sequential(Extra(extra, kind), Extra(extra + 1, "json"))
+            module.whole = torch.nn.Parameter(torch.randint(100, (size,)), requires_grad=False)
+            module.complex = torch.nn.Parameter(torch.randn(4, dtype=torch.complex64), requires_grad=False)
+            module.register_buffer("turned", torch.randn(4, dtype=torch.complex64).conj())
+            module.register_buffer("negative", torch.randn(4, dtype=torch.complex64).conj().imag)
+            module.register_buffer("odd", torch.ones(2, 2) if dense else torch.ones(2, 2).to_sparse())
+            model = forebay.shard(module, stage=1)
+            forebay.AdamW(model)
+            return model
+
+        with tempfile.TemporaryDirectory() as directory:
+            saved, other = make(0), make(1, extra=7)
+            forebay.save(saved, directory)
+            forebay.restore(other, directory)
+            self.assertEqual([module.count for module in other], [3, 4])
+            for name in ("whole", "complex", "turned", "negative"):
+                self.assertTrue(torch.equal(getattr(other, name), getattr(saved, name)), name)
+        with tempfile.TemporaryDirectory() as directory:
+            with self.assertRaisesRegex(forebay.InvalidArgument, "odd has the layout torch.sparse_coo, and a state holds dense"):
+                forebay.save(make(0, dense=False), directory)
+            with self.assertWarnsRegex(UserWarning, "the extra state of 0 is a set that JSON cannot hold, and is not saved"):
+                forebay.save(make(0, kind="object"), directory)
+        with tempfile.TemporaryDirectory() as directory:
+            large = make(0, size=17 << 20)
+            with self.assertWarnsRegex(UserWarning, "2 parameters that are no floating-point numbers, whole first, are too large"):
+                forebay.save(large, directory)
+
+    def test_writes_that_a_step_would_undo_are_refused(self):
+        for options in ({}, {"dtype": "bf16"}, {"stage": 2, "offload": "optimizer"}):
+            model = forebay.shard(torch.nn.Linear(4, 4), **options)
+            optimizer = forebay.SGD(model, lr=0.5)
+            x = torch.ones(2, 4, dtype=model.weight.dtype)
+
+            def step():
+                optimizer.zero_grad()
+                model(x).sum().backward()
+                optimizer.step()
+
+            for _ in range(3):
+                step()
+            with torch.no_grad():
+                model.weight.fill_(1.0)
+            if options:  # Else the weights are the masters.
+                with self.assertRaisesRegex(forebay.InvalidArgument, "weight was written in place, and the step would undo that"):
+                    step()
+                optimizer.zero_grad()
+                with forebay.gathered(model, write=True):
+                    pass
+            for _ in range(2):
+                step()
+            self.assertTrue(torch.equal(model.state_dict()["weight"], torch.full((4, 4), -1.0).to(x.dtype)), options)
+
     def test_gradients_that_are_scaled_between_backward_passes_are_refused(self):
         model = forebay.shard(models.make(), stage=2)
         optimizer = forebay.AdamW(model)
@@ -747,6 +813,16 @@ class OneRank(unittest.TestCase):
         for name, value in model.state_dict().items():
             self.assertEqual(value.dtype, torch.float32 if values[name].is_floating_point() else values[name].dtype)
             self.assertEqual(value.tolist(), values[name].tolist(), name)
+
+    def test_a_type_that_is_not_read_is_named(self):
+        model = forebay.shard(torch.nn.Linear(2, 2), stage=1)
+        with tempfile.NamedTemporaryFile(suffix=".safetensors") as file:
+            header = {name: {"dtype": "F4", "shape": [4], "data_offsets": [0, 2]} for name in ("bias", "other")}
+            text = json.dumps({**header, "bias": {**header["bias"], "shape": [2]}}).encode()
+            file.write(len(text).to_bytes(8, "little") + text + b"ab")
+            file.flush()
+            with self.assertRaisesRegex(forebay.InvalidArgument, "'bias' has type 'F4' in .*, which is not read"):
+                forebay.load(model, file.name)
 
     def test_buffers_come_from_safetensors_and_state_dicts(self):
         class Buffered(models.GPT):
@@ -1205,7 +1281,8 @@ def resident_bytes():
 
 
 TYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-         torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"}
+         torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL", torch.complex64: "C64",
+         torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16"}
 
 
 def write_safetensors(path, tensors):

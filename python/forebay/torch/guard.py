@@ -62,9 +62,20 @@ def _watch(cls: Type[torch.Tensor], func: Any, types: Any, args: Any = (), kwarg
         if name == "__get__":
             result = func(*args)
             return _watch_views(result, {args[0]._forebay}) if type(result) is torch.Tensor else result
+        if name in ("__repr__", "__format__") and (text := _text_of_released(args[0])):
+            return text
         if name in _NO_OPERATORS:
             return func(*args, **(kwargs or {}))
         return _checked(func, name, args, kwargs or {})
+
+
+def _text_of_released(t: torch.Tensor) -> str:
+    """For print() and debuggers; empty for a tensor whose values are there."""
+    name, units = t._forebay.guard.place(t) or ("", [])
+    if not units or t._forebay.stage != 3 or any(unit.held for unit in units):
+        return ""
+    return (f"<{name}, shape {list(t.shape)}, {t.dtype}: its values lie in shards, and are here in passes of {units[0].name} and within "
+            "forebay.gathered(model)>")
 
 
 @uncompiled

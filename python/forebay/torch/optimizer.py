@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import inspect
 import math
 import warnings
 from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple
@@ -362,15 +363,23 @@ def wrap(optimizer: torch.optim.Optimizer, others: Optional[torch.optim.Optimize
             group["use_muon"] = "momentum" in group
     made = Optimizer(_owner_of(groups), rule, [dict(group) for group in groups], dict(optimizer.defaults))
     made.param_groups, made.wrapped = groups, wrapped  # Schedulers of the given optimizers go on working.
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):  # And so do hooks, also those to come.
+        hooks = getattr(optimizer, name)
+        if others is not None:
+            hooks.update(getattr(others, name))
+        setattr(made, name, hooks)
     return made
 
 
 def _rule_of(optimizer: torch.optim.Optimizer) -> str:
     kind = type(optimizer)
-    if isinstance(optimizer, torch.optim.AdamW):
-        return "adamw"
-    if kind is torch.optim.Adam:
-        decoupled = {bool(group.get("decoupled_weight_decay")) for group in optimizer.param_groups}
+    is_adamw = isinstance(optimizer, torch.optim.AdamW)
+    if is_adamw or isinstance(optimizer, torch.optim.Adam):
+        base = torch.optim.AdamW if is_adamw else torch.optim.Adam
+        if inspect.unwrap(kind.step) is not inspect.unwrap(base.step):
+            raise Unsupported(f"{kind.__name__} derives from {base.__name__} and has a step() of its own, which cannot run in shards; "
+                              f"use torch.optim.{base.__name__}")
+        decoupled = {bool(group.get("decoupled_weight_decay", is_adamw)) for group in optimizer.param_groups}
         if len(decoupled) == 1:
             return "adamw" if decoupled.pop() else "adam"
     if kind is torch.optim.SGD:

@@ -37,7 +37,7 @@ _library.ADVICE["every rank must issue the same operations in the same order"] =
 
 _REPLACED = ("parameter {} was replaced or removed after shard(), as torch.func.functional_call() does, and the engine would go on with "
              "the old one; do that before shard(), and write values within forebay.gathered(model, write=True)")
-_ADDRESS, _IS_DENSE = torch.Tensor.data_ptr, torch.Tensor.is_contiguous
+_ADDRESS, _IS_DENSE, _VERSION = torch.Tensor.data_ptr, torch.Tensor.is_contiguous, torch.Tensor._version.__get__
 # The saved_tensors_hooks() that the program is in. torch has it since 2.8; before, no reads are seen in backward passes.
 _program_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 _ANY_TASK = -2
@@ -405,6 +405,7 @@ class Sharded:
         self.places: Dict[nn.Parameter, List[Tuple[int, int]]] = {}
         self.homes: Dict[nn.Parameter, torch.Tensor] = {}  # The engine's memory, where each parameter lies.
         self.addresses: List[int] = []  # Of `parameters`.
+        self.versions: Dict[nn.Parameter, int] = {}  # As torch counts writes, after forebay's own.
         self.memory = (0, 0)
         self.views: Dict[Tuple[nn.Parameter, int], torch.Tensor] = {}
         self.tasks: Set[int] = set()  # Backward passes that this thread is in.
@@ -479,6 +480,19 @@ class Sharded:
                                       "and the engine would not train it; write values by p.data.copy_() or by assignment within "
                                       "forebay.gathered(model, write=True). Such a block takes over the tensors assigned before, too")
 
+    def refuse_written(self) -> None:
+        """Errors: InvalidArgument for a weight that the program wrote in place, where a step makes it of a master elsewhere."""
+        has_masters = (self.options.get("offload") not in (None, "none")
+                       or self.dtype != torch.float32 and self.options.get("master_weights") is not False)
+        if self.stage == 3 or not has_masters:  # At stage 3 the guard finds it.
+            return
+        with guard.unwatched():
+            written = next((p for p in self.stand_ins if self.versions.setdefault(p, _VERSION(p)) != _VERSION(p)), None)
+        if written is not None:
+            raise InvalidArgument(f"{self.names[written]} was written in place, and the step would undo that, since it computes from fp32 "
+                                  "or offloaded master weights; write within forebay.gathered(model, write=True). An empty block of "
+                                  "that takes over what was written")
+
     def refuse_changed(self) -> None:
         """Errors: InvalidArgument for parameters that left the model after shard(), and on several ranks for trainable ones
         that joined it."""
@@ -542,6 +556,7 @@ class Sharded:
         self.memory = min(self.addresses), max(p.data_ptr() + p.nbytes for p in self.parameters)  # They lie within.
         self.updated = {p for p in self.parameters if p.requires_grad}
         self._note_frozen()
+        self.versions = {p: p._version for p in self.stand_ins}
         self.guard = guard.Guard(self, always=bool(self.given.get("check")))
         memory.watch(self)
         if self.device.type == "cpu":
@@ -1020,6 +1035,7 @@ class Sharded:
         self.refuse_writing()
         self.refuse_moved(self.parameters)
         self.commit(groups)
+        self.refuse_written()
         if self.tasks:
             self.recover()
         self.end_interrupted(lambda: 0)
@@ -1083,6 +1099,7 @@ class Sharded:
         with guard.unwatched():
             for p in parameters:
                 torch.autograd.graph.increment_version(p)
+                self.versions[p] = _VERSION(p)
 
     def warn_once(self, text: str) -> None:
         if text not in self.said:

@@ -14,6 +14,7 @@ import mmap
 import os
 import stat
 import struct
+import warnings
 import weakref
 from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
 
@@ -21,6 +22,7 @@ import torch
 from torch import nn
 
 from forebay._library import InvalidArgument, Unsupported, open_to_read
+from forebay.torch import describe
 from forebay.torch.optimizer import sharded_of
 from forebay.torch.sharded import Sharded
 
@@ -238,7 +240,8 @@ def gathered(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
 
 
 _TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-          "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool}
+          "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool, "C64": torch.complex64,
+          "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16}
 
 
 _HEADER_BYTES_MAX = 16 << 20
@@ -259,8 +262,8 @@ def _open_file(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK)  # A pipe without a writer does not wait.
 
 
-def read_safetensors(path: Path) -> Iterator[Tuple[str, torch.Tensor]]:
-    """Name and values of each tensor of a file; the file is mapped and not read at once."""
+def read_safetensors(path: Path) -> Iterator[Tuple[str, Union[torch.Tensor, str]]]:
+    """Name and values of each tensor of a file, or a type that is not read; the file is mapped and not read at once."""
     def refuse(finding: str) -> InvalidArgument:
         return InvalidArgument(f"{path} is no whole safetensors file: {finding}; export or download it again")
 
@@ -300,6 +303,7 @@ def read_safetensors(path: Path) -> Iterator[Tuple[str, torch.Tensor]]:
             raise refuse(f"tensor {_shown(name)} has no shape or no place")
         dtype = _TYPES.get(entry["dtype"]) if isinstance(entry.get("dtype"), str) else None
         if dtype is None:
+            yield name, _shown(entry.get("dtype"))
             continue
         begin, end = offsets
         if not 0 <= begin <= end <= size - 8 - length or end - begin != math.prod(shape) * dtype.itemsize:
@@ -343,6 +347,8 @@ def load(model: nn.Module, path: Path) -> List[str]:
             if target is None:
                 unknown.append(name)
                 continue
+            if isinstance(value, str):
+                raise InvalidArgument(f"{_shown(name)} has type {value} in {file}, which is not read; write the file again with another type")
             if target.shape != value.shape:
                 raise InvalidArgument(f"{name} has shape {list(value.shape)} in {file} and {list(target.shape)} in the "
                                       "model; give the file of this model")
@@ -375,7 +381,7 @@ class Saving:
         self._sharded.engine.save_end()
 
 
-_BUFFER_BYTES_MAX = 128 << 20
+_OTHERS_BYTES_MAX = 128 << 20
 
 
 def _persistent_buffers(model: nn.Module) -> Iterator[Tuple[str, torch.Tensor]]:
@@ -385,37 +391,87 @@ def _persistent_buffers(model: nn.Module) -> Iterator[Tuple[str, torch.Tensor]]:
                 yield (f"{prefix}.{name}" if prefix else name), buffer
 
 
-def _encoded_buffers(model: nn.Module) -> Dict[str, Dict[str, Any]]:
-    found = dict(_persistent_buffers(model))
-    size = sum(buffer.numel() * buffer.element_size() for buffer in found.values())
-    if size > _BUFFER_BYTES_MAX:
-        raise InvalidArgument(f"the buffers of the model have {size} bytes, and a state holds at most {_BUFFER_BYTES_MAX}; register "
-                              "large ones with persistent=False, or make them frozen parameters")
+def _others(model: nn.Module) -> Dict[str, torch.Tensor]:
+    """What state_dict() has and no engine holds: buffers, and parameters of integers and complex numbers."""
+    return {**dict(_persistent_buffers(model)),
+            **{name: p for name, p in model.named_parameters() if not describe.is_held(p) and p.numel() and not p.is_meta}}
+
+
+def _encoded_others(model: nn.Module) -> Dict[str, Dict[str, Any]]:
+    found = _others(model)
+    size = sum(one.numel() * one.element_size() for one in found.values())
+    if size > _OTHERS_BYTES_MAX:
+        parameters = {name: one for name, one in found.items() if isinstance(one, nn.Parameter)}
+        size -= sum(one.numel() * one.element_size() for one in parameters.values())
+        if size > _OTHERS_BYTES_MAX:
+            raise InvalidArgument(f"the buffers of the model have {size} bytes, and a state holds at most {_OTHERS_BYTES_MAX}; register "
+                                  "large ones with persistent=False, or make them frozen parameters")
+        warnings.warn(f"{len(parameters)} parameters that are no floating-point numbers, {next(iter(parameters))} first, are too large for "
+                      "a saved state and are left out; load them before restore() as they were loaded now", stacklevel=3)
+        found = {name: one for name, one in found.items() if name not in parameters}
+    return {name: _encoded(name, one) for name, one in found.items()}
+
+
+def _encoded(name: str, one: torch.Tensor) -> Dict[str, Any]:
+    if one.layout != torch.strided:
+        raise InvalidArgument(f"{name} has the layout {one.layout}, and a state holds dense tensors; make it dense, or register it with "
+                              "persistent=False")
+    values = one.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    data = ctypes.string_at(values.data_ptr(), values.numel() * values.element_size()) if values.numel() else b""
+    return {"shape": list(one.shape), "dtype": str(one.dtype).replace("torch.", ""), "data": base64.b64encode(data).decode()}
+
+
+def _decoded(entry: Dict[str, Any]) -> torch.Tensor:
+    data = bytearray(base64.b64decode(entry["data"]))
+    dtype = getattr(torch, entry["dtype"])
+    return (torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)).view(entry["shape"])
+
+
+def _take_others(model: nn.Module, encoded: Dict[str, Dict[str, Any]]) -> None:
+    for name, one in _others(model).items():
+        entry = encoded.get(name)
+        if entry is None or not one.numel():
+            continue
+        if list(one.shape) != entry["shape"]:  # copy_() would repeat the values.
+            raise ValueError(f"{name} has shape {_shown(entry['shape'])}, and {list(one.shape)} in the model")
+        with torch.no_grad():
+            one.copy_(_decoded(entry))
+
+
+def _extra_states(model: nn.Module) -> Dict[str, Any]:
+    """What get_extra_state() of the modules gives, as JSON; with a warning for what JSON cannot hold."""
     encoded = {}
-    for name, buffer in found.items():
-        values = buffer.detach().cpu().contiguous()
-        data = ctypes.string_at(values.data_ptr(), values.numel() * values.element_size()) if values.numel() else b""
-        encoded[name] = {"shape": list(buffer.shape), "dtype": str(buffer.dtype).replace("torch.", ""),
-                         "data": base64.b64encode(data).decode()}
+    for name, module in model.named_modules():
+        if type(module).get_extra_state is nn.Module.get_extra_state:
+            continue
+        value = module.get_extra_state()
+        if isinstance(value, torch.Tensor):
+            encoded[name] = _encoded(f"the extra state of {name or 'the model'}", value)
+            continue
+        try:
+            is_held = json.loads(json.dumps(value)) == value
+        except (TypeError, ValueError):
+            is_held = False
+        if is_held:
+            encoded[name] = {"value": value}
+        else:
+            warnings.warn(f"the extra state of {name or 'the model'} is a {type(value).__name__} that JSON cannot hold, and is not saved; "
+                          "keep it in a file of its own", stacklevel=3)
     return encoded
 
 
-def _take_buffers(model: nn.Module, encoded: Dict[str, Dict[str, Any]]) -> None:
-    for name, buffer in _persistent_buffers(model):
-        entry = encoded.get(name)
-        if entry is None or not buffer.numel():
-            continue
-        if list(buffer.shape) != entry["shape"]:  # copy_() would repeat the values.
-            raise ValueError(f"{name} has shape {_shown(entry['shape'])}, and {list(buffer.shape)} in the model")
-        values = torch.frombuffer(bytearray(base64.b64decode(entry["data"])), dtype=getattr(torch, entry["dtype"]))
-        with torch.no_grad():
-            buffer.copy_(values.view(entry["shape"]))
+def _take_extra_states(model: nn.Module, encoded: Dict[str, Any]) -> None:
+    for name, module in model.named_modules():
+        if name in encoded and type(module).set_extra_state is not nn.Module.set_extra_state:
+            entry = encoded[name]
+            module.set_extra_state(_decoded(entry) if "data" in entry else entry["value"])
 
 
 def save(model: nn.Module, directory: Path, state: Any = None, background: bool = False) -> Optional[Saving]:
     """Saves weights, moments, step counts, buffers and `state` (anything that JSON can hold) under `directory`.
 
-    Buffers are those of rank 0 that state_dict() has, 128 MiB at most.
+    Buffers, integer and complex parameters, and the extra states of modules (a tensor, or what JSON can hold) are those of rank 0
+    that state_dict() has, 128 MiB at most.
 
     A kill at any moment leaves the last saved state whole. restore() takes it at any number of ranks and any stage.
     `background`: a thread writes a copy in host memory while training goes on; it needs shard(save_async=True). The state
@@ -428,7 +484,7 @@ def save(model: nn.Module, directory: Path, state: Any = None, background: bool 
     sharded.refuse_moved(sharded.parameters)
     shapes = {sharded.names[p]: {"shape": list(p.shape), "dtype": str(p.dtype).replace("torch.", "")}
               for p in sharded.parameters}
-    text = json.dumps({"parameters": shapes, "buffers": _encoded_buffers(model), "state": state}).encode()
+    text = json.dumps({"parameters": shapes, "buffers": _encoded_others(model), "extra": _extra_states(model), "state": state}).encode()
     if background and not sharded.options.get("save_async"):
         raise InvalidArgument("save(background=True) needs host memory for a copy; give shard(save_async=True), or leave out "
                               "background")
@@ -477,7 +533,8 @@ def restore(model: nn.Module, directory: Path) -> Any:
             raise InvalidArgument(f"{name} has shape {_shown(shape)} in {directory} and {list(p.shape)} in the "
                                   "model; give the state of this model")
     try:
-        _take_buffers(model, saved.get("buffers", {}))
+        _take_others(model, saved.get("buffers", {}))
+        _take_extra_states(model, saved.get("extra", {}))
     except (ValueError, RuntimeError, AttributeError, TypeError, KeyError) as error:
         raise InvalidArgument(f"the weights of {directory} are loaded, and a buffer is not as in the model: {error}; give the state of "
                               "this model") from None
