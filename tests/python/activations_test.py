@@ -356,7 +356,7 @@ class Threads(unittest.TestCase):
             self.assertLess(part, 0.4 * size)
 
     def test_activations_that_are_the_same_in_the_first_pass_only(self):
-        """Those behind a weight that begins at zero, as LoRA's does."""
+        """As behind a weight that begins at zero, such as LoRA's."""
         class Adapter(nn.Module):
             def __init__(self, rank):
                 super().__init__()

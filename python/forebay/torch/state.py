@@ -392,7 +392,7 @@ def _persistent_buffers(model: nn.Module) -> Iterator[Tuple[str, torch.Tensor]]:
 
 
 def _others(model: nn.Module) -> Dict[str, torch.Tensor]:
-    """What state_dict() has and no engine holds: buffers, and parameters of integers and complex numbers."""
+    """Buffers, and parameters of integers and complex numbers: state_dict() has them, and no engine holds them."""
     return {**dict(_persistent_buffers(model)),
             **{name: p for name, p in model.named_parameters() if not describe.is_held(p) and p.numel() and not p.is_meta}}
 
@@ -439,7 +439,7 @@ def _take_others(model: nn.Module, encoded: Dict[str, Dict[str, Any]]) -> None:
 
 
 def _extra_states(model: nn.Module) -> Dict[str, Any]:
-    """What get_extra_state() of the modules gives, as JSON; with a warning for what JSON cannot hold."""
+    """The extra states of modules, as JSON; with a warning for those that JSON cannot hold."""
     encoded = {}
     for name, module in model.named_modules():
         if type(module).get_extra_state is nn.Module.get_extra_state:

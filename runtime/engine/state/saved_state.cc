@@ -45,8 +45,10 @@ SavedState::SavedState(const std::string& directory, const std::string& name)
     } else {
       list_tensors();
     }
+    static_cast<void>(manifest_.value("optimizer", std::string()));
+    static_cast<void>(manifest_.value("weights_only", false));
   } catch (const Json::exception&) {
-    corrupt(path(), "its manifest does not list its files and parameters");
+    corrupt(path(), "its manifest does not list its files and parameters, or names no optimizer");
   }
   for (auto& [parameter, tensor] : tensors_) {
     if (format_ == kOldFormat) names_.push_back(parameter);

@@ -61,11 +61,7 @@ struct SavedStateWriter::Impl {
 };
 
 SavedStateWriter::SavedStateWriter(const std::string& directory, const SavedStateFacts& facts) {
-  constexpr std::uint64_t kMostSteps = 999'999'999'999;  // The digits of a state's name.
-  if (facts.attempted_steps > kMostSteps)
-    throw Error(StatusCode::kInvalidArgument,
-                "the state is of step " + std::to_string(facts.attempted_steps) + ", and a state has step " +
-                    std::to_string(kMostSteps) + " at most; save it at an earlier step");
+  static_cast<void>(internal::state_name(facts.attempted_steps));  // Before a directory is made.
   impl_ = std::make_unique<Impl>(directory, facts);
 }
 

@@ -556,6 +556,8 @@ TEST_F(SavedStateFiles, AManifestThatMisplacesATensorIsRefused) {
        }},
       {"a piece outside of its file", [](Json&, Json&, Json& piece) { piece["master"][1] = 1; }},
       {"the checksum of its header differs", [](Json& m, Json&, Json&) { m["files"][0]["blocks"] = 11; }},
+      {"or names no optimizer", [](Json& m, Json&, Json&) { m["optimizer"] = 5; }},
+      {"or names no optimizer", [](Json& m, Json&, Json&) { m["weights_only"] = "yes"; }},
       // The element behind it is no element of it.
       {"master of p is not whole", [](Json&, Json&, Json& piece) { piece["count"] = 599'999; }},
   };
@@ -577,6 +579,14 @@ TEST_F(SavedStateFiles, AManifestThatMisplacesATensorIsRefused) {
     EXPECT_EQ(status.code(), StatusCode::kCorruption) << c.finding;
     EXPECT_NE(status.message().find(c.finding), std::string::npos) << c.finding << ": " << status.message();
   }
+}
+
+// A state whose name had more digits could not be found again.
+TEST_F(SavedStateFiles, AStepOfMoreDigitsThanANameHasIsRefused) {
+  EXPECT_EQ(internal::state_name(999'999'999'999), "step-999999999999");
+  const Status status = verdict([] { static_cast<void>(internal::state_name(1'000'000'000'000)); });
+  EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
+  EXPECT_NE(status.message().find("a state has step 999999999999 at most"), std::string::npos);
 }
 
 TEST_F(SavedStateFiles, TwoRanksWithTheSameElementsAreRefused) {
