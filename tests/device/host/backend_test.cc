@@ -210,6 +210,21 @@ TEST(HostBackend, KeepsToTheLimitOfFileSizes) {
   EXPECT_TRUE(backend->chunk_destroy(chunk).ok());
 }
 
+// The file can grow that far, and the process has no such addresses.
+TEST(HostBackend, ABlockWithoutAddressesIsNotCharged) {
+  HostBackendOptions options = small_options();
+  options.memory_bytes = std::size_t{1} << 61;
+  const auto backend = ScriptedHostBackend::create(options).value();
+
+  const Status refused = backend->alloc(std::size_t{1} << 60).status();
+
+  EXPECT_EQ(refused.code(), StatusCode::kOutOfMemory);
+  EXPECT_NE(refused.message().find("the system has no such range free"), std::string::npos)
+      << refused.message();
+  EXPECT_EQ(backend->charged_bytes(), 0u);
+  EXPECT_EQ(backend->live_handle_count(), 0u);
+}
+
 TEST(HostBackend, KeepsNoAddressesButThoseThatAreReserved) {
   const auto backend = ScriptedHostBackend::create(small_options()).value();
   const auto address_bytes = [] {
