@@ -92,6 +92,18 @@ class Launch : public ::testing::Test {
     return result;
   }
 
+  // Waits until a rank has ended; the launcher has not looked for it yet.
+  static void wait_for_end(pid_t rank) {
+    const auto limit = std::chrono::steady_clock::now() + 60s;
+    const auto has_ended = [&] {
+      std::ifstream file("/proc/" + std::to_string(rank) + "/stat");
+      std::string text;
+      std::getline(file, text);
+      return text.find(") Z ") != std::string::npos;
+    };
+    while (!has_ended() && std::chrono::steady_clock::now() < limit) testing::let_others_run();
+  }
+
   // The exit code of the launcher, once it has ended.
   int wait() {
     int state = 0;
@@ -301,6 +313,21 @@ TEST_F(Launch, AKilledRankFromOutsideEndsTheRun) {
   start(3, 5s, {"wait"});
   const std::vector<Report> ranks = reports();
   kill(ranks[1].pid, SIGKILL);
+
+  EXPECT_EQ(wait(), 128 + SIGKILL);
+  expect_nothing_left(ranks);
+}
+
+// The launcher stands still until both ranks have ended, so it finds them in one look.
+TEST_F(Launch, OfRanksThatEndTogetherAKilledOneCountsAsTheFirst) {
+  start(2, 5s, {"wait"});
+  const std::vector<Report> ranks = reports();
+  ASSERT_EQ(kill(probe_, SIGSTOP), 0);
+  ASSERT_EQ(waitpid(probe_, nullptr, WUNTRACED), probe_);
+  kill(ranks[0].pid, SIGINT);
+  kill(ranks[1].pid, SIGKILL);
+  for (const Report& rank : ranks) wait_for_end(rank.pid);
+  kill(probe_, SIGCONT);
 
   EXPECT_EQ(wait(), 128 + SIGKILL);
   expect_nothing_left(ranks);
