@@ -300,6 +300,29 @@ TEST_F(BackgroundSave, WhatAFailedSaveLeftIsRemovedWhenAllRanksKnow) {
   EXPECT_NO_THROW(internal::StateLock(directory, true));
 }
 
+// The object may live on, up to the next save of its engine.
+TEST_F(BackgroundSave, OthersMaySaveThereOnceTheStateHasItsName) {
+  const internal::StateDirectory directory(directory_);
+  const std::string name = internal::state_name(1);
+  directory.make_subdirectory(internal::temporary_state(name));
+  internal::BackgroundSaveJob job;
+  job.directory = directory_;
+  job.name = name;
+  job.lock = std::make_unique<internal::StateLock>(directory, true);
+  job.copied = [] { return Status(); };
+  job.write = [](internal::StateFile file) { internal::StateFileWriter(std::move(file), {}, {}).finish(); };
+  job.manifest = {{"ranks", 1}};
+  job.published = [&](const internal::StateDirectory&) {
+    EXPECT_THROW(internal::StateLock(directory, true), Error) << "the save goes on";
+  };
+  internal::BackgroundSave save(std::move(job));
+
+  ASSERT_TRUE(save.wait().ok()) << save.wait().message();
+
+  EXPECT_TRUE(fs::exists(place(name)));
+  EXPECT_NO_THROW(internal::StateLock(directory, true));
+}
+
 TEST_F(BackgroundSave, GoesToTheDirectoryThatTheNameMeantWhenItBegan) {
   ToyOptions options = options_for(2, DataType::kBfloat16, 1);
   options.engine.save_async = true;
