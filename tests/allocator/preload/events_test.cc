@@ -1181,6 +1181,29 @@ TEST(ProcessHistory, IsWrittenForPyTorchsViewer) {
   EXPECT_EQ(pieces[1].bytes, kMiB / 2);
 }
 
+// Blocks at the end of one chunk and in the next, and one beyond a chunk without blocks.
+TEST(ProcessHistory, ChunksThatTouchAreOneSegmentOfASnapshot) {
+  PreloadEventLog log;
+  PreloadDeviceFigures& figures = log.devices.emplace_back();
+  figures.chunk_bytes = 2 * kMiB;
+  for (const std::uint64_t address : {101 * kMiB, 102 * kMiB, 107 * kMiB}) {
+    PreloadBlock& block = log.live_before.emplace_back();
+    block.address = address;
+    block.bytes = kMiB;
+    block.device = 0;
+    block.server = PreloadServer::kArena;
+  }
+
+  const MemorySnapshot snapshot = history_snapshot(process_histories(log), PreloadMode::kArena);
+
+  ASSERT_EQ(snapshot.segments.size(), 2u);
+  EXPECT_EQ(snapshot.segments[0].address, 100 * kMiB);
+  EXPECT_EQ(snapshot.segments[0].total_size, 4 * kMiB);
+  EXPECT_EQ(snapshot.segments[0].blocks.size(), 4u);  // Free, two live ones, free.
+  EXPECT_EQ(snapshot.segments[1].address, 106 * kMiB);
+  EXPECT_EQ(snapshot.segments[1].total_size, 2 * kMiB);
+}
+
 TEST(ProcessHistory, HoldersAreInClassesLargestFirst) {
   const std::vector<HistoryHolder> holders = holders_of({{.address = 1, .bytes = 1000, .stream = 3},
                                                          {.address = 2, .bytes = 1 << 20, .stream = 3},
