@@ -2,8 +2,10 @@
 #pragma once
 
 #include <sched.h>
+#include <unistd.h>
 
 #include <atomic>
+#include <chrono>
 #include <list>
 #include <mutex>
 #include <utility>
@@ -16,8 +18,11 @@ namespace forebay {
 // How often a request that finds no memory waits for the device. Smaller: a request is refused although other
 // threads are freeing enough memory. Larger: a request that cannot be served takes longer to fail.
 inline constexpr int kWaitingAttempts = 4;
-// The same while the arena holds enough unused memory, which other threads are using just now.
-inline constexpr int kContendedAttempts = 64;
+// So long it goes on while the arena holds enough unused memory, which other threads are using just now: a
+// thread that asks for events may have lost its processor, and the others get nothing until it goes on.
+inline constexpr std::chrono::milliseconds kContendedTime{250};
+// Attempts that only give the processor away; further ones sleep.
+inline constexpr int kYieldingAttempts = 64;
 
 // A list that threads share. No memory is allocated or freed under its mutex.
 template <typename Entry>
@@ -134,11 +139,13 @@ void forget_streams(void* context);
 template <typename Wait>
 Result<DevicePtr> allocate_again(const ProcessArenas::Use& use, const AllocationRequest& request,
                                  Result<DevicePtr> refused, const Wait& wait) {
-  for (int i = 0; i < kContendedAttempts && refused.status().code() == StatusCode::kOutOfMemory; ++i) {
+  const auto end = std::chrono::steady_clock::now() + kContendedTime;
+  for (int i = 0; refused.status().code() == StatusCode::kOutOfMemory; ++i) {
     if (i >= kWaitingAttempts) {
       const ArenaStatistics statistics = use.arena().statistics();
       if (statistics.reserved_bytes - statistics.live_bytes < request.bytes) break;
-      (void)::sched_yield();
+      if (std::chrono::steady_clock::now() >= end) break;
+      (void)(i < kYieldingAttempts ? ::sched_yield() : ::usleep(500));
     }
     if (!wait()) break;
     refused = use.arena().allocate(request);
