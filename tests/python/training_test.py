@@ -814,6 +814,15 @@ class OneRank(unittest.TestCase):
             self.assertEqual(value.dtype, torch.float32 if values[name].is_floating_point() else values[name].dtype)
             self.assertEqual(value.tolist(), values[name].tolist(), name)
 
+    def test_a_file_that_is_shortened_while_it_is_read(self):
+        with tempfile.NamedTemporaryFile(suffix=".safetensors") as file:
+            write_safetensors(file.name, {"weight": torch.ones(2, 2), "bias": torch.ones(1 << 20)})
+            tensors = state.read_safetensors(file.name)
+            self.assertEqual(next(tensors)[1].tolist(), [[1, 1], [1, 1]])
+            os.truncate(file.name, 1000)
+            with self.assertRaisesRegex(forebay.InvalidArgument, "it was shortened while it was read"):
+                next(tensors)
+
     def test_a_type_that_is_not_read_is_named(self):
         model = forebay.shard(torch.nn.Linear(2, 2), stage=1)
         with tempfile.NamedTemporaryFile(suffix=".safetensors") as file:

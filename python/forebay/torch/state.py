@@ -10,7 +10,6 @@ import ctypes
 import gc
 import json
 import math
-import mmap
 import os
 import stat
 import struct
@@ -263,7 +262,7 @@ def _open_file(path: str, flags: int) -> int:
 
 
 def read_safetensors(path: Path) -> Iterator[Tuple[str, Union[torch.Tensor, str]]]:
-    """Name and values of each tensor of a file, or a type that is not read; the file is mapped and not read at once."""
+    """Name and values of each tensor of a file, one at a time, or a type that is not read."""
     def refuse(finding: str) -> InvalidArgument:
         return InvalidArgument(f"{path} is no whole safetensors file: {finding}; export or download it again")
 
@@ -291,9 +290,13 @@ def read_safetensors(path: Path) -> Iterator[Tuple[str, Union[torch.Tensor, str]
             raise
         except (ValueError, RecursionError):
             raise refuse("its header is not JSON") from None
-        memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    if not isinstance(entries, dict):
-        raise refuse("its header is not a JSON object")
+        if not isinstance(entries, dict):
+            raise refuse("its header is not a JSON object")
+        yield from _tensors_of(file, entries, 8 + length, size, refuse)
+
+
+def _tensors_of(file: Any, entries: Dict[str, Any], start: int, size: int,
+                refuse: Callable[[str], InvalidArgument]) -> Iterator[Tuple[str, Union[torch.Tensor, str]]]:
     for name, entry in entries.items():
         if name == "__metadata__":
             continue
@@ -306,15 +309,19 @@ def read_safetensors(path: Path) -> Iterator[Tuple[str, Union[torch.Tensor, str]
             yield name, _shown(entry.get("dtype"))
             continue
         begin, end = offsets
-        if not 0 <= begin <= end <= size - 8 - length or end - begin != math.prod(shape) * dtype.itemsize:
+        if not 0 <= begin <= end <= size - start or end - begin != math.prod(shape) * dtype.itemsize:
             raise refuse(f"tensor {_shown(name)} has not the bytes of its shape")
         if begin == end and math.prod(max(count, 1) for count in shape) >= 1 << 62:
             raise refuse(f"tensor {_shown(name)} has a shape beyond 64 bits")
         if begin == end:
             yield name, torch.empty(shape, dtype=dtype)
             continue
-        values = torch.frombuffer(memory, dtype=dtype, count=math.prod(shape), offset=8 + length + begin)
-        yield name, values.view(shape)
+        # Not mapped: where another program shortens the file, a read is an error, and a look at a page ends the process.
+        data = bytearray(end - begin)
+        file.seek(start + begin)
+        if file.readinto(data) != len(data):
+            raise refuse("it was shortened while it was read")
+        yield name, torch.frombuffer(data, dtype=dtype).view(shape)
 
 
 def load(model: nn.Module, path: Path) -> List[str]:

@@ -147,6 +147,14 @@ std::optional<TorchTensor> TorchFile::tensor(const PickleValue& given) const {
                                               shown_value(type_name) +
                                               "; weights and moments are fp32, bf16 or fp16");
   }
+  // A view whose values are not the stored ones.
+  if (const std::size_t metadata = has_type ? 7 : 6; parts.size() > metadata) {
+    const PickleValue* const negative = pickle_.find(parts[metadata], "neg");
+    if (negative != nullptr && (negative->kind != Kind::kBool || negative->integer != 0))
+      throw Error(StatusCode::kUnsupported, shown_path(file_.path()) +
+                                                " has a tensor that is a negative view (storage " +
+                                                shown_value(key) + "); save its resolve_neg()");
+  }
   const std::optional<std::vector<std::uint64_t>> shape = numbers_of(pickle_, parts[2]);
   const std::optional<std::vector<std::uint64_t>> strides = numbers_of(pickle_, parts[3]);
   const std::optional<std::uint64_t> offset = number_of(pickle_, parts[1]);

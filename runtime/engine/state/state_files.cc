@@ -132,9 +132,9 @@ std::uint64_t whole_number(const Json& object, const char* name) {
 std::string state_name(std::uint64_t step) {
   constexpr std::uint64_t kMostSteps = 999'999'999'999;  // The digits of a state's name.
   if (step > kMostSteps)
-    throw Error(StatusCode::kInvalidArgument,
-                "the state is of step " + std::to_string(step) + ", and a state has step " +
-                    std::to_string(kMostSteps) + " at most; save it at an earlier step");
+    throw Error(StatusCode::kInvalidArgument, "the state is of step " + std::to_string(step) +
+                                                  ", and a state has step " + std::to_string(kMostSteps) +
+                                                  " at most; save it at an earlier step");
   char name[32];
   std::snprintf(name, sizeof(name), "step-%012" PRIu64, step);
   return name;

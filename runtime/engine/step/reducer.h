@@ -97,7 +97,8 @@ class Reducer : private StepPart {
 
   const Updater& updater_;
   int micro_step_ = 0;
-  // That the sum is divided by. An average that is queued when it changes belongs to a step that was given up.
+  // That the sum is divided by. An average that is queued when it changes belongs to a step that was given
+  // up.
   std::atomic<int> micro_steps_ = 1;
   int reduced_units_ = 0;   // In this micro-step.
   std::vector<bool> open_;  // By unit.

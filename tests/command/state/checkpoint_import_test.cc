@@ -805,6 +805,17 @@ TEST_F(CheckpointImport, TensorsStayWithinTheirStorageAndFile) {
   EXPECT_EQ(opened(third_version("storage", "ctorch\nfloat32\n"))->type, "Float");
   expect_contains(refusal([&] { opened(third_version("storage", "")); }), "too few arguments");
   expect_contains(refusal([&] { opened(third_version("module", "ctorch\nfloat32\n")); }), "has no storage");
+  // As torch writes a view with other signs than the stored values.
+  const auto with_metadata = [&](const char* value) {
+    return written([&](TorchWriter& file) {
+      file.raw("ctorch._utils\n_rebuild_tensor_v2\n((").text("storage").raw("ctorch\nFloatStorage\n");
+      file.text(file.add_storage("12345678")).text("cpu").integer(2).raw("tQ").integer(0);
+      file.tuple({2}).tuple({1}).raw("\x89N}").text("neg").raw(value).raw("stR");
+    });
+  };
+  expect_contains(refusal([&] { opened(with_metadata("\x88")); }),
+                  "is a negative view (storage 0); save its resolve_neg()");
+  EXPECT_EQ(opened(with_metadata("\x89"))->count, 2u);
   write(path, written([](TorchWriter& file) { file.tensor({1, 2}, {2}); }));
   const InputFile two_elements(path);
   const TorchFile torch(two_elements);
