@@ -449,6 +449,13 @@ class OneRank(unittest.TestCase):
             for _ in range(2):
                 step()
             self.assertTrue(torch.equal(model.state_dict()["weight"], torch.full((4, 4), -1.0).to(x.dtype)), options)
+            model.load_state_dict(dict(model.state_dict()))
+            step()
+            model.load_state_dict(dict(model.named_parameters()))
+            step()
+            with forebay.gathered(model, write=True):
+                model.weight.mul_(2)
+            step()
 
     def test_gradients_that_are_scaled_between_backward_passes_are_refused(self):
         model = forebay.shard(models.make(), stage=2)

@@ -177,7 +177,10 @@ def _take(sharded: Sharded) -> Callable[..., None]:
                 module._buffers[name] = torch.empty_like(state[prefix + name], dtype=buffer.dtype, device=sharded.device)
         for name, p in module._parameters.items():
             value = state.get(prefix + name)
-            if p is None or value is None or value is p or getattr(p, "_forebay", None) is not sharded:
+            if p is None or value is None or getattr(p, "_forebay", None) is not sharded:
+                continue
+            if value is p:
+                sharded.versions.pop(p, None)  # torch counts a write.
                 continue
             if value.shape != p.shape:
                 continue  # The module reports it.
@@ -185,7 +188,8 @@ def _take(sharded: Sharded) -> Callable[..., None]:
                 continue  # The parameter has its values, and torch changes them.
             sharded.between_steps()
             sharded.set_value(p, value)
-            state[prefix + name] = p  # Copying a tensor to itself does nothing.
+            state[prefix + name] = p  # Copying a tensor to itself does nothing, but torch counts a write.
+            sharded.versions.pop(p, None)
     return take
 
 
