@@ -348,6 +348,20 @@ class Threads(unittest.TestCase):
             self.assertEqual(count, saves)
             self.assertLess(part, 0.4 * size)
 
+    def test_activations_in_another_order_are_not_shared(self):
+        def run(rank, ranks):
+            model = nn.Linear(64, 64)
+            x = torch.arange(64.0 * 64).view(64, 64).roll(8 * rank, dims=rank % 2)
+            with forebay.offload_activations(model, group=ranks, least_bytes=256) as offload:
+                for _ in range(2):
+                    model.zero_grad()
+                    model(x).sum().backward()
+                results[rank] = torch.equal(model.weight.grad, x.sum(0).expand(64, 64)), offload.partitioned
+
+        results = [None] * 3
+        self.in_group(3, run)
+        self.assertEqual(results, [(True, [False])] * 3)
+
     def test_activations_that_are_the_same_in_the_first_pass_only(self):
         """As behind a weight that begins at zero, such as LoRA's."""
         class Adapter(nn.Module):

@@ -707,6 +707,20 @@ class Optimizers(unittest.TestCase):
             handle.remove()
             optimizer.step()
         self.assertEqual(called, ["before", "after", "later", "before", "after"])
+        if hasattr(torch.optim, "Muon"):  # Since PyTorch 2.9.
+            model = sharded(models.make())
+            matrices = [p for p in model.parameters() if p.dim() == 2]
+            first = torch.optim.Muon(matrices)
+            second = torch.optim.AdamW([p for p in model.parameters() if p.dim() != 2])
+            called.clear()
+            removed = second.register_step_pre_hook(lambda *_: called.append("removed"))
+            with mock.patch.object(Sharded, "make_engine", lambda self: FakeEngine()):
+                optimizer = forebay.wrap(first, second)
+                removed.remove()
+                for one in (first, second, optimizer):
+                    one.register_step_pre_hook(lambda *_: called.append("there"))
+                optimizer.step()
+            self.assertEqual(called, ["there"] * 3)
 
     def test_the_defaults_are_those_of_torch(self):
         def made(make, *given):

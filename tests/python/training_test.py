@@ -453,9 +453,53 @@ class OneRank(unittest.TestCase):
             step()
             model.load_state_dict(dict(model.named_parameters()))
             step()
+            model.load_state_dict(dict(model.state_dict()))
+            if options:
+                with torch.no_grad():
+                    model.weight.zero_()
+                with self.assertRaisesRegex(forebay.InvalidArgument, "weight was written in place"):
+                    step()
+                optimizer.zero_grad()
             with forebay.gathered(model, write=True):
                 model.weight.mul_(2)
             step()
+
+    def test_weights_are_there_when_a_step_has_returned(self):
+        """At stages 0 to 2 the program may read and write them then, as SWA does."""
+        def trained(stage):
+            torch.manual_seed(0)
+            model = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(6)])
+            if stage is not None:
+                forebay.shard(model, stage=stage)
+            optimizer = passes.plain_adamw(model) if stage is None else forebay.AdamW(model, lr=1e-2)
+            seen = []
+            for step in range(6):
+                model(torch.ones(2, 512)).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if step > 1:
+                    seen.append(model[5].weight.detach().clone())
+                    with torch.no_grad():
+                        model[4].weight.mul_(0.5)
+            return seen
+
+        expected = trained(None)
+        for stage in (0, 1, 2):
+            for a, b in zip(trained(stage), expected):
+                torch.testing.assert_close(a, b, rtol=0, atol=1e-4)
+
+    def test_weights_are_loaded_from_parameters_that_are_released(self):
+        for options in ({"stage": 3}, {"stage": 2}):
+            torch.manual_seed(0)
+            source, target = (forebay.shard(models.make(), **options) for _ in range(2))
+            for model in (source, target):
+                models.train(model, forebay.AdamW(model, lr=1e-2 if model is source else 1e-3), steps=3)
+            self.assertNotEqual(forebay.digest(source), forebay.digest(target))
+            target.load_state_dict(dict(source.named_parameters(remove_duplicate=False)))
+            self.assertEqual(forebay.digest(source), forebay.digest(target))
+            before = forebay.digest(source)
+            source.load_state_dict({name: p.detach() for name, p in source.named_parameters(remove_duplicate=False)})
+            self.assertEqual(forebay.digest(source), before)
 
     def test_gradients_that_are_scaled_between_backward_passes_are_refused(self):
         model = forebay.shard(models.make(), stage=2)

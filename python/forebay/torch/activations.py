@@ -16,6 +16,8 @@ from forebay._library import InvalidArgument
 from forebay.torch.uncompiled import calls_on_stack, uncompiled
 
 _numbers = itertools.count()
+_HASHED_WORDS = 1 << 18  # At a time, since each of them takes some more memory.
+_ODD = (-0x61C8864680B583EB, 0x3C79AC492BA7B653)
 
 
 class _Pass:
@@ -199,9 +201,17 @@ class ActivationOffload:
         return _Saved(self, of, slot, storage) if has_place else None
 
     def _sum_of(self, storage: torch.UntypedStorage) -> int:
+        """A hash of all bytes and their places, computed where they are."""
         data = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
-        words = data.numel() // 8 * 8
-        return int(data[:words].view(torch.int64).sum()) + int(data[words:].sum(dtype=torch.int64))
+        end = data.numel() // 8 * 8
+        words = data[:end].view(torch.int64)
+        found = int.from_bytes(bytes(data[end:].tolist()), "little")
+        for begin in range(0, words.numel(), _HASHED_WORDS):
+            part = words[begin:begin + _HASHED_WORDS]
+            mixed = part + torch.arange(begin, begin + part.numel(), device=self.device) * _ODD[0]
+            mixed = (mixed ^ mixed >> 31) * _ODD[1]
+            found += int((mixed ^ mixed >> 29).sum())
+        return found % (1 << 64)
 
     def _is_shared(self, has_place: bool, storage: torch.UntypedStorage) -> bool:
         """Whether all ranks of the group have a place for these bytes, and the bytes are the same. Collective."""

@@ -364,10 +364,8 @@ def wrap(optimizer: torch.optim.Optimizer, others: Optional[torch.optim.Optimize
     made = Optimizer(_owner_of(groups), rule, [dict(group) for group in groups], dict(optimizer.defaults))
     made.param_groups, made.wrapped = groups, wrapped  # Schedulers of the given optimizers go on working.
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):  # And so do hooks, also those to come.
-        hooks = getattr(optimizer, name)
-        if others is not None:
-            hooks.update(getattr(others, name))
-        setattr(made, name, hooks)
+        hooks = [getattr(one, name) for one in wrapped]
+        setattr(made, name, hooks[0] if others is None else collections.ChainMap(*hooks))
     return made
 
 

@@ -619,6 +619,12 @@ class Sharded:
 
     def set_value(self, p: nn.Parameter, value: torch.Tensor) -> None:
         """Gives a parameter a value, the same on all ranks. Shape: as the parameter's."""
+        source = getattr(value, "_forebay", None)  # Of a parameter, also of another model, or of a view of one.
+        _, units = source and source.guard and source.guard.place(value) or ("", [])
+        if units and source.stage == 3 and not any(unit.held for unit in units):
+            with source.reading(units[:1]):
+                value = value.detach().clone()
+            source.end_evaluation()
         if value.dtype not in describe.DTYPES:
             value = value.float()
         value = value.detach().cpu().contiguous()
@@ -1092,6 +1098,9 @@ class Sharded:
         if not result.skipped:
             self.note_changed(self.stand_ins)
         self.guard.end_step()
+        if self.stage != 3 and self.given.get("check") is not False:
+            with self.reading(self.units):  # The program may read and write weights from now on, and the update is only queued.
+                pass
         return result
 
     def note_changed(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -1100,6 +1109,11 @@ class Sharded:
             for p in parameters:
                 torch.autograd.graph.increment_version(p)
                 self.versions[p] = _VERSION(p)
+
+    def note_copy(self, p: nn.Parameter) -> None:
+        """torch is about to copy the parameter to itself, which it counts as a write."""
+        if p in self.versions:
+            self.versions[p] = _VERSION(p) + 1
 
     def warn_once(self, text: str) -> None:
         if text not in self.said:

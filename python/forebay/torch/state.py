@@ -180,7 +180,7 @@ def _take(sharded: Sharded) -> Callable[..., None]:
             if p is None or value is None or getattr(p, "_forebay", None) is not sharded:
                 continue
             if value is p:
-                sharded.versions.pop(p, None)  # torch counts a write.
+                sharded.note_copy(p)
                 continue
             if value.shape != p.shape:
                 continue  # The module reports it.
@@ -188,8 +188,8 @@ def _take(sharded: Sharded) -> Callable[..., None]:
                 continue  # The parameter has its values, and torch changes them.
             sharded.between_steps()
             sharded.set_value(p, value)
-            state[prefix + name] = p  # Copying a tensor to itself does nothing, but torch counts a write.
-            sharded.versions.pop(p, None)
+            state[prefix + name] = p  # Copying a tensor to itself does nothing.
+            sharded.note_copy(p)
     return take
 
 
