@@ -1144,7 +1144,7 @@ class OverEngines:
     def same_weights(self, seen, expected):
         # The bias of an attention's keys has no gradient but rounding, and AdamW makes whole steps out of it.
         if expected.dim() > 1:
-            self.assertLessEqual((seen - expected).abs().mean().item(), 1e-6)
+            self.assertLessEqual((seen - expected).abs().mean().item(), 2e-6)  # After more than a hundred steps of 1e-2.
 
 
 class PassesAtStage3(OverEngines, passes.Passes, unittest.TestCase):

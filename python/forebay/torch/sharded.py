@@ -1172,11 +1172,12 @@ class Sharded:
             with torch.no_grad():
                 for unit in units:
                     if not unit.held:
-                        self.acquire_forward(unit)
                         taken.append(unit)
+                        self.acquire_forward(unit)
             yield
         finally:
             self.readers -= 1
+            self.catch_up()  # Where an interrupt came before the latest acquisition was noted.
             for unit in reversed(taken):
                 self.release(unit)
 
