@@ -848,8 +848,12 @@ class OneRank(unittest.TestCase):
                 self.assertTrue(torch.equal(value, whole["tokens.weight" if name == "head.weight" else name]), name)
 
     def test_weights_of_every_type_are_loaded(self):
-        values = {name: torch.tensor([0, 1, 0.5, 3] if dtype.is_floating_point else [0, 1, 1, 0]).to(dtype)
-                  for dtype, name in TYPES.items()}
+        torch.use_deterministic_algorithms(False)  # PyTorch 2.4 cannot fill F8.
+        try:
+            values = {name: torch.tensor([0, 1, 0.5, 3] if dtype.is_floating_point else [0, 1, 1, 0]).to(dtype)
+                      for dtype, name in TYPES.items()}
+        finally:
+            torch.use_deterministic_algorithms(True)
         module = torch.nn.Module()
         for name, value in values.items():
             if value.is_floating_point():
