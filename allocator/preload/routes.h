@@ -2,7 +2,6 @@
 #pragma once
 
 #include <sched.h>
-#include <unistd.h>
 
 #include <atomic>
 #include <chrono>
@@ -21,8 +20,6 @@ inline constexpr int kWaitingAttempts = 4;
 // So long it goes on while the arena holds enough unused memory, which other threads are using just now: a
 // thread that asks for events may have lost its processor, and the others get nothing until it goes on.
 inline constexpr std::chrono::milliseconds kContendedTime{250};
-// Attempts that only give the processor away; further ones sleep.
-inline constexpr int kYieldingAttempts = 64;
 
 // A list that threads share. No memory is allocated or freed under its mutex.
 template <typename Entry>
@@ -145,7 +142,7 @@ Result<DevicePtr> allocate_again(const ProcessArenas::Use& use, const Allocation
       const ArenaStatistics statistics = use.arena().statistics();
       if (statistics.reserved_bytes - statistics.live_bytes < request.bytes) break;
       if (std::chrono::steady_clock::now() >= end) break;
-      (void)(i < kYieldingAttempts ? ::sched_yield() : ::usleep(500));
+      (void)::sched_yield();
     }
     if (!wait()) break;
     refused = use.arena().allocate(request);
