@@ -225,7 +225,7 @@ class Passes:
             engine.left = 0
             self.assertGreater(at, 30)
             for name, value in plain.state_dict().items():
-                self.same_weights(model.state_dict()[name], value)
+                self.same_weights(model.state_dict()[name], value, most=2e-6)  # After more than a hundred steps.
 
     def test_a_gradient_that_is_not_finite_is_skipped_when_it_is_clipped(self):
         for bad in (float("inf"), float("nan")):

@@ -1145,10 +1145,10 @@ class OverEngines:
         elif expected is not None:
             self.assertLessEqual(abs(seen - expected), 1e-6 + 2e-6 * abs(expected))
 
-    def same_weights(self, seen, expected):
+    def same_weights(self, seen, expected, most=1e-6):
         # The bias of an attention's keys has no gradient but rounding, and AdamW makes whole steps out of it.
         if expected.dim() > 1:
-            self.assertLessEqual((seen - expected).abs().mean().item(), 2e-6)  # After more than a hundred steps of 1e-2.
+            self.assertLessEqual((seen - expected).abs().mean().item(), most)
 
 
 class PassesAtStage3(OverEngines, passes.Passes, unittest.TestCase):
