@@ -141,7 +141,7 @@ Engine::Impl::UpdateTimes Engine::Impl::measure_update(std::uint64_t count) {
   PinnedPoolOptions pinned_memory = pinned_options();
   pinned_memory.huge_pages = false;
   const auto pool = value_or_throw(PinnedPool::create(backend, pinned_memory));
-  // A store moves whole pages, of which a moving average is a part too.
+  // The file has all states of an element, the moving average too, in whole pages.
   const std::uint64_t stored =
       options.tier == Tier::kFile ? round_up(count * forebay::state_bytes(options), kPageBytes) : 0;
   const std::uint64_t host_bytes = std::max(3 * state_bytes + count * size, stored);

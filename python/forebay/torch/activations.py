@@ -17,7 +17,7 @@ from forebay.torch.uncompiled import calls_on_stack, uncompiled
 
 _numbers = itertools.count()
 _HASHED_WORDS = 1 << 18  # At a time, since each of them takes some more memory.
-_ODD = (-0x61C8864680B583EB, 0x3C79AC492BA7B653)
+_ODD = (-0x61C8864680B583EB, 0x3C79AC492BA7B653)  # They mix places and words.
 
 
 class _Pass:

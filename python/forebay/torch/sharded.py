@@ -619,8 +619,8 @@ class Sharded:
 
     def set_value(self, p: nn.Parameter, value: torch.Tensor) -> None:
         """Gives a parameter a value, the same on all ranks. Shape: as the parameter's."""
-        source = getattr(value, "_forebay", None)  # Of a parameter, also of another model, or of a view of one.
-        _, units = source and source.guard and source.guard.place(value) or ("", [])
+        source = getattr(value, "_forebay", None)  # The value may be a parameter of some sharded model, or a view of one.
+        units = source.units_at(value) if source is not None and source.guard is not None else []
         if units and source.stage == 3 and not any(unit.held for unit in units):
             with source.reading(units[:1]):
                 value = value.detach().clone()

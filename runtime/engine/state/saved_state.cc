@@ -45,6 +45,7 @@ SavedState::SavedState(const std::string& directory, const std::string& name)
     } else {
       list_tensors();
     }
+    // They throw if the value is there and has another type.
     static_cast<void>(manifest_.value("optimizer", std::string()));
     static_cast<void>(manifest_.value("weights_only", false));
   } catch (const Json::exception&) {
