@@ -208,14 +208,17 @@ endforeach()
 endfunction()
 
 # forebay_harsh_test(name LABELS label... [TIMEOUT seconds]): the tests of a program once more, with the fake CUDA driver at its
-# harshest (tests/fakes/cuda/fake_cuda.h, FAKE_CUDA_HARSH): one callback thread, a queue of 57 or 512, reordered streams. Call it
-# after forebay_test(), with the same FOREBAY_TEST_ENVIRONMENT.
+# harshest (tests/fakes/cuda/fake_cuda.h, FAKE_CUDA_HARSH): one callback thread, a queue of 57, reordered streams. With a queue of
+# 512, which fills up less often, they have the label slow. Call it after forebay_test(), with the same FOREBAY_TEST_ENVIRONMENT.
 function(forebay_harsh_test name)
   cmake_parse_arguments(ARG "" "TIMEOUT" "LABELS" ${ARGN})
   if(NOT ARG_TIMEOUT)
     set(ARG_TIMEOUT 120)
   endif()
   foreach(queue 57 512)
+    if(queue EQUAL 512)
+      set(ARG_LABELS slow)
+    endif()
     gtest_discover_tests(${name} TEST_PREFIX harsh${queue}. TEST_LIST ${name}_HARSH${queue}_TESTS TEST_FILTER "-Slow*"
       DISCOVERY_TIMEOUT 60 NO_PRETTY_VALUES PROPERTIES LABELS "${ARG_LABELS}" TIMEOUT ${ARG_TIMEOUT}
       ENVIRONMENT "${FOREBAY_TEST_ENVIRONMENT}" ENVIRONMENT_MODIFICATION "FAKE_CUDA_HARSH=set:${queue}")

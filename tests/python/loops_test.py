@@ -300,6 +300,83 @@ class Loops(unittest.TestCase):
         model.append(nn.Linear(8, 8))  # After the first pass.
         with self.assertWarnsRegex(UserWarning, r"3\.weight joined the model after shard"):
             model(inputs(0))
+        for call in (lambda model: model(inputs(0)), lambda model: forebay.save(model, tempfile.gettempdir(), {})):
+            model = forebay.shard(make(), stage=1)
+            optimizer = forebay.AdamW(model, lr=0.05)
+            for step in range(4):
+                model(inputs(step)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            model[2] = nn.Linear(8, 8)
+            with self.assertRaisesRegex(forebay.InvalidArgument, r"module of parameter 2\.weight was replaced or removed"):
+                call(model)
+
+    def test_a_backward_pass_of_which_forebay_sees_no_output(self):
+        class Policy(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.mean, self.log_std = nn.Linear(8, 3), nn.Parameter(torch.zeros(3))
+
+            def forward(self, x):
+                return torch.distributions.Normal(self.mean(x), self.log_std.exp())
+
+        def losses(model, make_optimizer):
+            optimizer = make_optimizer(model)
+            values = []
+            for step in range(3):
+                for micro_step in range(2):
+                    loss = -model(inputs(step + micro_step)).log_prob(torch.ones(2, 3)).mean()
+                    loss.backward()
+                    values.append(loss.item())
+                optimizer.step()
+                optimizer.zero_grad()
+            return values
+
+        def policy():
+            torch.manual_seed(0)
+            return Policy()
+
+        expected = losses(policy(), lambda model: torch.optim.SGD(model.parameters(), lr=0.05))
+        for stage in range(4):
+            found = losses(forebay.shard(policy(), stage=stage), lambda model: forebay.SGD(model, lr=0.05))
+            for one, other in zip(expected, found):
+                self.assertAlmostEqual(one, other, places=5)
+
+    def test_a_loss_that_a_block_keeps_besides_its_output(self):
+        class Block(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.linear, self.gate, self.kept = nn.Linear(8, 8), nn.Parameter(torch.ones(8)), []
+
+            def forward(self, x):
+                y = self.linear(x * self.gate) if self.uses_gate else self.linear(x)
+                self.kept.append((self.gate * y.detach()).square().mean())
+                return y
+
+        def losses(blocks, uses, uses_gate, stage):
+            torch.manual_seed(0)
+            model = nn.Sequential(*(Block() for _ in range(blocks)))
+            for block in model:
+                block.uses_gate = uses_gate
+            optimizer = (torch.optim.SGD(model.parameters(), lr=0.05) if stage is None else
+                         forebay.SGD(forebay.shard(model, stage=stage), lr=0.05))
+            values = []
+            for step in range(4):
+                loss = sum(model(inputs(step + i)).square().mean() for i in range(uses))
+                for block in model:
+                    loss = loss + sum(block.kept)
+                    block.kept.clear()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                values.append(loss.item())
+            return values
+
+        for blocks, uses, uses_gate in itertools.product((1, 2), (1, 2), (False, True)):
+            expected = losses(blocks, uses, uses_gate, None)
+            for stage in range(4):
+                for one, other in zip(expected, losses(blocks, uses, uses_gate, stage)):
+                    self.assertAlmostEqual(one, other, places=5, msg=f"{blocks} {uses} {uses_gate} {stage}")
 
     def test_a_parameter_that_changes_its_shape_is_named(self):
         model = forebay.shard(make(), stage=1)

@@ -290,6 +290,11 @@ class Unit:
     def acquire_backward(self, task: int) -> None:
         if self.task != task:
             self.task, self.pending = task, self.trainable
+        elif self.given and self.pending <= 0 and not self.in_backward:
+            # All its gradients came before that of an output, which does not depend on them.
+            if self.owner.stage == 3:
+                self.read_backward()
+            return
         if self.in_backward:
             return
         if self.forwards == 0:  # The forward pass belonged to no step.
@@ -427,7 +432,7 @@ class Sharded:
         self.pass_has_gradients = True  # Whether the model's latest forward pass began with gradients enabled.
         self.writing = False  # Within gathered(write=True).
         self.guard: Optional[guard.Guard] = None
-        self.looks = 2  # Passes that look for parameters which joined later.
+        self.families = self._families()
         for p in self.parameters:
             self.mark(p)
         self.owners = [(m._parameters, name, p, p.shape) for m in model.modules() for name, p in m._parameters.items()
@@ -493,9 +498,15 @@ class Sharded:
                                   "or offloaded master weights; write within forebay.gathered(model, write=True). An empty block of "
                                   "that takes over what was written")
 
+    def _families(self) -> List[Tuple[nn.Module, List[Optional[nn.Module]], int]]:
+        """Of each module: its children, and the number of its own parameters."""
+        return [(m, list(m._modules.values()), len(m._parameters)) for m in self.model.modules()]
+
     def refuse_changed(self) -> None:
         """Errors: InvalidArgument for parameters that left the model after shard(), and on several ranks for trainable ones
         that joined it."""
+        if all(list(m._modules.values()) == children and len(m._parameters) == count for m, children, count in self.families):
+            return
         there = dict(self.model.named_parameters())
         present = set(map(id, there.values()))
         gone = next((name for p, name in self.names.items() if id(p) not in present), None)
@@ -508,9 +519,10 @@ class Sharded:
             if self.engine is None or self.engine.communicator is None or self.engine.communicator.size == 1:
                 self.warn_once(f"parameter {name} joined the model after shard(); it is not sharded, and an optimizer of forebay "
                                "does not train it")
-                return
+                break
             raise InvalidArgument(f"parameter {name} joined the model after shard(), so its gradients would differ between "
                                   "ranks; add it, as by peft.get_peft_model(), before shard()")
+        self.families = self._families()
 
     # --- the engine ---
 
@@ -551,6 +563,7 @@ class Sharded:
             self.homes[p] = self.view(engine.address(unit, index), p.shape)
             self._bind(p, self.homes[p])
             if p.requires_grad:
+                p.register_hook(lambda _: me().before_gradient())
                 p.register_post_accumulate_grad_hook(lambda p: me().take_gradient(p))
         self.addresses = [p.data_ptr() for p in self.parameters]
         self.memory = min(self.addresses), max(p.data_ptr() + p.nbytes for p in self.parameters)  # They lie within.
@@ -666,8 +679,7 @@ class Sharded:
             self.refuse_replaced()
             if self.pass_has_gradients:
                 self.give_up_void_step()
-            if self.pass_has_gradients and self.looks:
-                self.looks -= 1
+            if self.pass_has_gradients:
                 self.refuse_changed()
         if not self.residents and self.guard is not None and not self.guard.is_needed():
             return None
@@ -981,6 +993,10 @@ class Sharded:
             for p in self.stand_ins:
                 p.grad = None
 
+    def before_gradient(self) -> None:
+        """autograd is about to add a gradient to p.grad, which must not be that of the last pass any more."""
+        self.enter_backward()
+
     def take_gradient(self, p: nn.Parameter) -> None:
         """Copies a gradient of autograd to the engine."""
         gradient, p.grad = p.grad, None
@@ -1147,6 +1163,7 @@ class Sharded:
     def between_steps(self) -> None:
         """Makes sure that no step is open. Errors: InvalidArgument while gradients wait for the optimizer."""
         self.refuse_writing()
+        self.refuse_changed()
         self.commit()
         self.end_interrupted(lambda: calls_on_stack(self.model))
         self.end_evaluation()
