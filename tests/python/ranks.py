@@ -135,6 +135,23 @@ def joined(options):
         return {"rank": RANK, "error": str(error)}
 
 
+def given_up(options, how):
+    """Rank 1 drops its gradients, or has none, before a step. The text of the error."""
+    made = forebay.shard(models.make(), **options)
+    optimizer = forebay.AdamW(made, lr=1e-2)
+    models.train(made, optimizer, steps=2, rank=RANK)
+    loss = made(*models.batch(7, 8, RANK))
+    if RANK != 1 or how == "cleared":
+        loss.backward()
+    if RANK == 1:
+        optimizer.zero_grad()
+    try:
+        optimizer.step()
+        return {"rank": RANK, "error": ""}
+    except forebay.Error as error:
+        return {"rank": RANK, "error": str(error)}
+
+
 if __name__ == "__main__":
     case = json.loads(sys.argv[1])
     support.show(globals()[case.pop("kind", "run")](**case))

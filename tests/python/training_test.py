@@ -3,11 +3,14 @@
 One rank in this process; two and three as processes under torchrun.
 """
 
+import copy
 import datetime
 import gc
 import json
 import os
+import pickle
 import re
+import resource
 import subprocess
 import sys
 import tempfile
@@ -248,6 +251,85 @@ class OneRank(unittest.TestCase):
             model = forebay.shard(models.make())
             with self.assertRaisesRegex(forebay.InvalidArgument, r"shard\(save_async=True\)"):
                 forebay.save(model, directory, background=True)
+
+    def test_a_save_in_the_background_that_fails_is_told_of_that_state_alone(self):
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)  # The interpreter ignores the signal of it.
+        small = (4096, limits[1])
+        model = forebay.shard(models.make(), save_async=True)
+        models.train(model, forebay.AdamW(model, lr=1e-2), steps=1)
+        with tempfile.TemporaryDirectory() as directory:
+            forebay.save(model, directory, {"n": 0})
+            try:
+                resource.setrlimit(resource.RLIMIT_FSIZE, small)
+                first = forebay.save(model, directory, {"n": 1}, background=True)
+                with self.assertRaisesRegex(forebay.InputOutputError, "before is not saved, and this save was not begun.*File too large"):
+                    forebay.save(model, directory, {"n": 2}, background=True)
+                second = forebay.save(model, directory, {"n": 3}, background=True)
+                with self.assertWarnsRegex(UserWarning, "began to save is not saved: .*File too large"):
+                    self.assertEqual(forebay.restore(model, directory), {"n": 0})
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            third = forebay.save(model, directory, {"n": 4}, background=True)
+            for saving in (first, first, second):
+                with self.assertRaisesRegex(forebay.InputOutputError, "File too large"):
+                    saving.result()
+            third.result()
+            self.assertEqual(forebay.restore(model, directory), {"n": 4})
+            third.result()
+
+    def test_values_that_load_state_dict_assigns(self):
+        for options in ({"stage": 0}, {"stage": 1, "offload": "optimizer"}, {"stage": 2, "dtype": "bf16"}, {"stage": 3}):
+            model = forebay.shard(models.make(), **options)
+            optimizer = forebay.AdamW(model, lr=1e-2)
+            models.train(model, optimizer, steps=1)
+            values = {name: value * 0.5 for name, value in model.state_dict().items()}
+            model.load_state_dict(values, assign=True)
+            for name, value in model.state_dict().items():
+                self.assertTrue(torch.equal(value, values[name]), (options, name))
+            models.train(model, optimizer, steps=1)
+            if "offload" in options or "dtype" in options:
+                with torch.no_grad():
+                    next(model.parameters()).mul_(2)
+                with self.assertRaisesRegex(forebay.InvalidArgument, "was written in place"):
+                    models.train(model, optimizer, steps=1)
+
+    def test_what_cannot_be_pickled_says_so(self):
+        model = forebay.shard(torch.nn.Linear(2, 2))
+        optimizer = forebay.AdamW(model)
+        model(torch.ones(1, 2)).sum().backward()
+        for what, text in ((optimizer, "an optimizer of forebay.*forebay.save"), (model.weight.grad, "gradient.* of a sharded model")):
+            for copied in (pickle.dumps, copy.deepcopy):
+                with self.assertRaisesRegex(forebay.Unsupported, text):
+                    copied(what)
+
+    def test_a_scripted_module_is_refused_before_anything_changes(self):
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.jit.script(torch.nn.Linear(2, 2)))
+        with self.assertRaisesRegex(forebay.InvalidArgument, "1 is a ScriptModule"):
+            forebay.shard(model)
+        model(torch.ones(1, 2)).sum().backward()
+
+    def test_gradients_are_divided_and_have_one_norm(self):
+        def step(model, optimizer, change):
+            model(torch.ones(1, 2)).sum().backward()
+            change([p.grad for p in model.parameters()])
+            optimizer.step()
+            return {name: value.tolist() for name, value in model.state_dict().items()}
+
+        def one_by_one(gradients):
+            for gradient in gradients:
+                gradient /= 4
+
+        for change in (one_by_one, lambda gradients: torch._foreach_div_(gradients, 4.0)):
+            made = []
+            for sharded in (False, True):
+                torch.manual_seed(0)
+                model = torch.nn.Linear(2, 2)
+                optimizer = forebay.SGD(forebay.shard(model), lr=0.5) if sharded else torch.optim.SGD(model.parameters(), lr=0.5)
+                made.append(step(model, optimizer, change))
+            self.assertEqual(*made)
+        model(torch.ones(1, 2)).sum().backward()
+        with self.assertRaisesRegex(forebay.Unsupported, "norm over a dimension"):
+            model.weight.grad.norm(2, dim=1)
 
     def test_clipping_by_torch(self):
         _, (expected,) = plain(clip=0.5)
@@ -1332,6 +1414,13 @@ class SeveralRanks(unittest.TestCase):
     def test_a_parameter_that_joins_later_is_named(self):
         for one in torchrun(2, kind="joined", options={"stage": 1}):
             self.assertRegex(one["error"], r"norm\.adapter\.weight joined the model after shard.*before shard")
+
+    def test_a_step_that_one_rank_gives_up_is_an_error_of_the_others(self):
+        for stage in (1, 3):
+            for how in ("cleared", "without a backward pass"):
+                errors = [one["error"] for one in torchrun(3, kind="given_up", how=how, options={"stage": stage, "deadline": 30000})]
+                for rank in (0, 2):
+                    self.assertIn("another rank gave this step up", errors[rank], (stage, how))
 
     def test_a_rank_with_fewer_forward_passes_is_named(self):
         for one in torchrun(2, kind="fewer", options={"stage": 3}):

@@ -65,6 +65,8 @@ def refuse_wrappers(model: Any) -> None:
             raise InvalidArgument(f"{name or 'the model'} has max_norm, by which a forward pass writes weights, and those of a "
                                   "sharded model change in optimizer.step() only; make it without, and normalise the weights "
                                   "within forebay.gathered(model, write=True)")
+        if isinstance(module, torch.jit.ScriptModule):
+            raise InvalidArgument(f"{name or 'the model'} is a ScriptModule, which takes no hooks; give the module that it was made of")
         if type(module).__name__ in WRAPPERS:
             raise InvalidArgument(f"{name or 'the model'} is a {type(module).__name__}; shard() takes its place, so give "
                                   "the module within it")

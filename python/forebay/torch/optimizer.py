@@ -179,6 +179,10 @@ class Optimizer(torch.optim.Optimizer):
             self.grad_norm = None if result.skipped else self.sharded.norm
         return loss
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise Unsupported("pickling or copying an optimizer of forebay, whose moments lie in shards; use forebay.save(model, directory) "
+                          "and forebay.restore()")
+
     @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients since the last step."""

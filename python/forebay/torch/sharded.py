@@ -309,8 +309,9 @@ class Unit:
                 raise
             raise InvalidArgument(f"{self.name} has more backward than forward passes since the last backward(); call backward() once "
                                   "on the sum of these losses, or optimizer.zero_grad() and the model again; a module that runs "
-                                  "twice needs checkpointing with use_reentrant=False, and requires_grad must not change between these "
-                                  "forward passes") from error
+                                  "twice needs checkpointing with use_reentrant=False, requires_grad must not change between these "
+                                  "forward passes, and with autograd.grad(create_graph=True) one pass takes all inputs, as "
+                                  "model(torch.cat([real, fake]))") from error
         self.in_backward = True
         self.given.clear()
 
@@ -375,6 +376,12 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(getattr(value, name, None))
 
 
+class SavingOutcome:
+    """How a save in the background ended."""
+
+    error: Optional[_library.Error] = None
+
+
 class Sharded:
     """The engine of one model and the state of its pass. model._forebay is this object.
 
@@ -421,6 +428,7 @@ class Sharded:
         self.has_gradients = False
         self.norm: Optional[float] = None
         self.norm_taken = False  # By the engine, which takes no more micro-steps then.
+        self.saving: Optional[SavingOutcome] = None  # Of the save in the background.
         self.said: Set[str] = set()  # Warnings.
         self.optimizer: Any = None  # The one whose moments the engine has; None before a step, and after restore().
         self.switched: List[str] = []  # The parameters of which requires_grad was followed before this step.
@@ -1055,7 +1063,8 @@ class Sharded:
     def step(self, groups: Sequence[Mapping[str, Any]]) -> Optional[core.StepResult]:
         """Updates all parameters; None where there was no backward pass. Collective."""
         self.refuse_writing()
-        self.refuse_moved(self.parameters)
+        self.refuse_replaced()
+        self.refuse_changed()
         self.commit(groups)
         self.refuse_written()
         if self.tasks:
@@ -1110,6 +1119,11 @@ class Sharded:
         self.in_step = self.has_gradients = self.norm_taken = False
         self.stepped = True
         self.calling = None
+        if result.abandoned:
+            self.guard.end_step()
+            raise InvalidArgument("another rank gave this step up, so no rank has made it: there zero_grad() came before step(), or "
+                                  "backward() was left out, or an exception ended a pass; let all ranks do so alike, as by an "
+                                  "all_reduce of whether the loss is finite")
         self.norm = result.grad_norm / factor if factor else None  # The norm before clip_grad_norm_().
         if not result.skipped:
             self.note_changed(self.stand_ins)
@@ -1176,6 +1190,18 @@ class Sharded:
         if self.writing:
             raise InvalidArgument("the values are being written by gathered(model, write=True) and are not in the shards yet; do "
                                   "this after it")
+
+    def end_saving(self) -> Optional[_library.Error]:
+        """Waits for the save in the background, and gives its error. Collective."""
+        outcome = self.saving
+        if outcome is None:
+            return None
+        try:
+            self.engine.save_end()
+        except _library.Error as error:
+            outcome.error = error
+        self.saving = None
+        return outcome.error
 
     @contextlib.contextmanager
     def reading(self, units: Sequence[Unit]) -> Iterator[None]:

@@ -45,7 +45,10 @@ class Gradient(torch.Tensor):
         value = self.owner().gradient_norm() * self.factor if self.first else 0.0
         return torch.tensor(value, dtype=torch.float32, device=self.device)
 
-    def scale(self, factor: Any) -> "Gradient":
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise Unsupported("pickling or copying a gradient of a sharded model, which lies in shards of the ranks")
+
+    def scale(self, factor: Any, divides: bool = False) -> "Gradient":
         if isinstance(factor, torch.Tensor) and factor.numel() != 1:
             raise Unsupported(f"a gradient of a sharded model was multiplied by a tensor of {factor.numel()} elements; gradients lie "
                               "in shards, so change them by Tensor.register_hook(), or scale all of them by one number")
@@ -53,7 +56,8 @@ class Gradient(torch.Tensor):
         if 0 < taken < count and _is_clipping():
             raise Unsupported(f"the norm of {taken} of {count} gradients of a sharded model; only the norm of all is known, so give "
                               "clip_grad_norm_() all trainable parameters")
-        self.factor *= float(factor)
+        number = float(factor)
+        self.factor *= number if not divides else 1.0 / number if number else math.inf
         return self
 
     def clear(self) -> "Gradient":
@@ -64,15 +68,17 @@ class Gradient(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name
         if name == "aten::linalg_vector_norm":
+            if len(args) > 2 and args[2] is not None:
+                raise Unsupported("the norm over a dimension of a sharded gradient; only that over all elements of all gradients is known")
             return args[0].norm_of(args[1] if len(args) > 1 else 2)
         if name == "aten::_foreach_norm":
             return [g.norm_of(args[1] if len(args) > 1 else 2) for g in args[0]]
-        if name == "aten::mul_":
-            return args[0].scale(args[1])
-        if name == "aten::_foreach_mul_":
+        if name in ("aten::mul_", "aten::div_"):
+            return args[0].scale(args[1], name == "aten::div_")
+        if name in ("aten::_foreach_mul_", "aten::_foreach_div_"):
             factors = args[1] if isinstance(args[1], (list, tuple)) else [args[1]] * len(args[0])
             for gradient, factor in zip(args[0], factors):
-                gradient.scale(factor)
+                gradient.scale(factor, name == "aten::_foreach_div_")
             return None
         if name == "aten::_amp_foreach_non_finite_check_and_unscale_":  # GradScaler's.
             gradients, found_inf, inverse_scale = args

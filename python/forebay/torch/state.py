@@ -23,7 +23,7 @@ from torch import nn
 from forebay._library import InvalidArgument, Unsupported, open_to_read
 from forebay.torch import describe
 from forebay.torch.optimizer import sharded_of
-from forebay.torch.sharded import Sharded
+from forebay.torch.sharded import SavingOutcome, Sharded
 
 Path = Union[str, os.PathLike]
 
@@ -171,7 +171,8 @@ def collected(model: nn.Module) -> Iterator[None]:
 # --- load_state_dict ---
 
 def _take(sharded: Sharded) -> Callable[..., None]:
-    def take(module: nn.Module, state: Dict[str, Any], prefix: str, *_: Any) -> None:
+    def take(module: nn.Module, state: Dict[str, Any], prefix: str, metadata: Dict[str, Any], *_: Any) -> None:
+        assigns = metadata.get("assign_to_params_buffers", False)
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta and prefix + name in state:
                 module._buffers[name] = torch.empty_like(state[prefix + name], dtype=buffer.dtype, device=sharded.device)
@@ -180,7 +181,8 @@ def _take(sharded: Sharded) -> Callable[..., None]:
             if p is None or value is None or getattr(p, "_forebay", None) is not sharded:
                 continue
             if value is p:
-                sharded.note_copy(p)
+                if not assigns:
+                    sharded.note_copy(p)
                 continue
             if value.shape != p.shape:
                 continue  # The module reports it.
@@ -188,8 +190,9 @@ def _take(sharded: Sharded) -> Callable[..., None]:
                 continue  # The parameter has its values, and torch changes them.
             sharded.between_steps()
             sharded.set_value(p, value)
-            state[prefix + name] = p  # Copying a tensor to itself does nothing.
-            sharded.note_copy(p)
+            state[prefix + name] = p  # Copying a tensor to itself, or assigning it, does nothing.
+            if not assigns:
+                sharded.note_copy(p)
     return take
 
 
@@ -385,11 +388,15 @@ class Saving:
 
     def __init__(self, sharded: Sharded) -> None:
         self._sharded = sharded
+        self._outcome = sharded.saving = SavingOutcome()
 
     def result(self) -> None:
         """Waits until the state is whole. Collective, between steps. Errors: InputOutputError; it was not saved."""
         self._sharded.between_steps()
-        self._sharded.engine.save_end()
+        if self._sharded.saving is self._outcome:
+            self._sharded.end_saving()
+        if self._outcome.error is not None:
+            raise self._outcome.error
 
 
 _OTHERS_BYTES_MAX = 128 << 20
@@ -493,6 +500,10 @@ def save(model: nn.Module, directory: Path, state: Any = None, background: bool 
     sharded = sharded_of(model)
     sharded.between_steps()
     sharded.refuse_moved(sharded.parameters)
+    error = sharded.end_saving()
+    if error is not None:
+        raise type(error)(f"the state that save(background=True) began to save before is not saved, and this save was not begun, so call "
+                          f"it again: {error}") from error
     shapes = {sharded.names[p]: {"shape": list(p.shape), "dtype": str(p.dtype).replace("torch.", "")}
               for p in sharded.parameters}
     text = json.dumps({"parameters": shapes, "buffers": _encoded_others(model), "extra": _extra_states(model), "state": state}).encode()
@@ -529,6 +540,9 @@ def restore(model: nn.Module, directory: Path) -> Any:
     """
     sharded = sharded_of(model)
     sharded.between_steps()
+    error = sharded.end_saving()
+    if error is not None:
+        warnings.warn(f"the state that save(background=True) began to save is not saved: {error}", stacklevel=2)
     text = sharded.engine.load(directory)
     sharded.without_values.clear()
     sharded.optimizer = None  # The moments are those of the state.
