@@ -60,7 +60,6 @@ class PooledBuffers final : public StagingBuffers {
     statistics_.wait_ns += static_cast<std::uint64_t>(
         std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - begin).count());
     if (!served) {
-      wake_first();
       return Status(StatusCode::kTimeout,
                     "no staging buffer within " + std::to_string(deadline.count()) + " ms: all " +
                         std::to_string(options_.buffer_count) + " of " + format_bytes(options_.buffer_bytes) +

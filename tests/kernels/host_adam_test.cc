@@ -489,6 +489,30 @@ TEST_F(HostAdam, LoadingAndStoringAgainChangesNoValue) {
   }
 }
 
+TEST_F(HostAdam, OneMomentAloneHasTheBytesAndValuesOfBoth) {
+  const BlockRunner runner(1);
+  const std::size_t count = 300 * kMomentBlockCount + 31;
+  for (const MomentFormat format : kFormats) {
+    const std::vector<float> given[2] = {values(count, false, false), values(count, false, true)};
+    KeptMoments both(format, count, 0), alone(format, count, 0);
+    ASSERT_TRUE(store_moments(given[0].data(), given[1].data(), count, both.get(), MomentRounding::kNearest,
+                              1, runner)
+                    .ok());
+    std::vector<float> expected[2] = {given[0], given[1]};
+    ASSERT_TRUE(load_moments(both.get(), count, expected[0].data(), expected[1].data(), runner).ok());
+    const Moments kept[2] = {both.get(), alone.get()};
+    for (const bool is_v : {false, true}) {
+      void* const codes = is_v ? kept[1].v : kept[1].m;
+      std::uint8_t* const exponents = is_v ? kept[1].v_exponents : kept[1].m_exponents;
+      narrow_moment(format, is_v, given[is_v].data(), count, codes, exponents);
+      EXPECT_EQ(std::memcmp(codes, is_v ? kept[0].v : kept[0].m, moment_bytes(format, count)), 0);
+      std::vector<float> found(count);
+      widen_moment(format, is_v, codes, exponents, count, found.data());
+      EXPECT_EQ(std::memcmp(found.data(), expected[is_v].data(), count * sizeof(float)), 0);
+    }
+  }
+}
+
 TEST_F(HostAdam, MemoryOfZerosIsZeroInEveryFormat) {
   const BlockRunner runner(1);
   for (const MomentFormat format : kFormats) {

@@ -863,6 +863,11 @@ TEST_P(KernelsConformance, AStepThatIsSkippedOrthogonalisesNothing) {
             StatusCode::kInvalidArgument);
   EXPECT_EQ(kernels_->orthogonalise({{device, device + 4, 4, 6}, there}, stream_).code(),
             StatusCode::kInvalidArgument);
+  // The last part of the scratch.
+  const std::size_t scratch_count = orthogonal_scratch_count(4, 6);
+  float* const whole = upload(std::vector<float>(scratch_count));
+  EXPECT_EQ(kernels_->orthogonalise({{whole + scratch_count - 24, whole, 4, 6}, there}, stream_).code(),
+            StatusCode::kInvalidArgument);
   EXPECT_TRUE(kernels_->orthogonalise({{nullptr, nullptr, 0, 6}, there}, stream_).ok());
 }
 

@@ -165,6 +165,29 @@ TEST(EngineBuckets, WaitForTheAveragesOfTheOneBefore) {
   }
 }
 
+// Rank 1 uses no unit in the step after, so nothing there but the end of the earlier step waits.
+TEST(EngineBuckets, AverageOfAStepThatWasGivenUpChangesNoGradientOfTheNext) {
+  for (int stage = 0; stage <= 3; ++stage) {
+    ToyOptions options = options_for(stage, DataType::kFloat32, 2);
+    options.units = {{{{3 * 512 * 16}}, {}, true}};
+    options.engine.order_of_units = OrderOfUnits::kRecorded;
+    options.engine.micro_steps = 1;
+    options.engine.bucket_bytes = 1;
+    options.steps = 4;
+    options.abandons = [](int, int step) { return step == 1; };
+    options.forwards = options.backwards = [](int rank, int step, int) {
+      return rank == 1 && step == 2 ? std::vector<int>{} : std::vector<int>{0};
+    };
+    HostClock clock(HostClock::Mode::kVirtual);
+    WorldOptions world;
+    world.clock = &clock;
+    world.script.kernel_duration = [](const char* kernel) {
+      return HostClock::Nanoseconds(std::strcmp(kernel, "forebay_scale") == 0 ? 1ms : 0ms);
+    };
+    expect_same(run_toy(options, world), reference_toy(options), "stage " + std::to_string(stage));
+  }
+}
+
 TEST(EngineBuckets, SmallUnitsPayOneLatency) {
   ToyOptions options = many_units(2, DataType::kBfloat16, 3);
   options.engine.bucket_bytes = 1u << 20;
