@@ -507,7 +507,7 @@ class Sharded:
                                   "that takes over what was written")
 
     def _families(self) -> List[Tuple[nn.Module, List[Optional[nn.Module]], int]]:
-        """Of each module: its children, and the number of its own parameters."""
+        """Each module, its children, and the number of its own parameters."""
         return [(m, list(m._modules.values()), len(m._parameters)) for m in self.model.modules()]
 
     def refuse_changed(self) -> None:
