@@ -302,6 +302,15 @@ class OneRank(unittest.TestCase):
                 with self.assertRaisesRegex(forebay.Unsupported, text):
                     copied(what)
 
+    def test_options_of_a_wrong_type_are_named(self):
+        for options, kind, text in (({"units": 5}, forebay.InvalidArgument, "units is 5; give classes"),
+                                    ({"resident": True}, forebay.InvalidArgument, "resident is True; give classes"),
+                                    ({"dtype": ["bf16"]}, forebay.InvalidArgument, "dtype is .*; use fp32"),
+                                    ({"config": 0}, TypeError, "PathLike object, not int"),  # Not what the program reads.
+                                    ({"config": "/nowhere"}, forebay.InputOutputError, "cannot read /nowhere")):
+            with self.assertRaisesRegex(kind, text):
+                forebay.shard(torch.nn.Linear(2, 2), **options)
+
     def test_a_scripted_module_is_refused_before_anything_changes(self):
         model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.jit.script(torch.nn.Linear(2, 2)))
         with self.assertRaisesRegex(forebay.InvalidArgument, "1 is a ScriptModule"):

@@ -14,7 +14,7 @@ from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Optional, Tup
 
 from torch import nn
 
-from forebay._library import InvalidArgument, Unsupported
+from forebay._library import InvalidArgument, Unsupported, open_to_read
 
 _BYTES_MAX = 1 << 20
 _SHOWN_MAX = 100  # Letters of a key or a value in a message.
@@ -177,11 +177,14 @@ class Meaning(NamedTuple):
 
 
 def read(config: Union[str, os.PathLike, Mapping[str, Any]]) -> Dict[str, Any]:
-    """The configuration of a file or a mapping. Errors: InvalidArgument with the line that is no JSON."""
+    """The configuration of a file or a mapping.
+
+    Errors: InvalidArgument with the line that is no JSON; InputOutputError for a file that cannot be read.
+    """
     if isinstance(config, Mapping):
         return dict(config)
     try:
-        with open(config, encoding="utf-8") as file:
+        with open_to_read(os.fspath(config), encoding="utf-8") as file:
             text = file.read(_BYTES_MAX + 1)
     except UnicodeDecodeError:
         raise InvalidArgument(f"{config} is not UTF-8 text; give a DeepSpeed configuration, such as "

@@ -141,6 +141,8 @@ def _default_units(model: nn.Module) -> set:
 def _match(model: nn.Module, wanted: Sequence[Any], option: str) -> set:
     if isinstance(wanted, (str, type, nn.Module)):
         wanted = [wanted]
+    if not isinstance(wanted, Iterable):
+        raise InvalidArgument(f"{option} is {wanted!r}; give classes, names of classes or modules, or modules")
     modules = dict(model.named_modules())
     chosen = set()
     for one in wanted:
@@ -211,7 +213,7 @@ def model_dtype(model: nn.Module, dtype: Any = None) -> torch.dtype:
     Errors: InvalidArgument for a type that forebay does not train, and for parameters of two types.
     """
     if dtype is not None:
-        made = BY_NAME.get(dtype, dtype)
+        made = BY_NAME.get(dtype, dtype) if isinstance(dtype, (str, torch.dtype)) else None
         if made not in DTYPES:
             raise InvalidArgument(f"dtype is {dtype}; use fp32, bf16 or fp16")
         return made
