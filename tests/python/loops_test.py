@@ -268,6 +268,29 @@ class Loops(unittest.TestCase):
             model(inputs(step))
         average.add_(1)  # No more is checked.
 
+    def test_weights_are_read_between_passes_below_stage_3(self):
+        def loop(model, adamw):
+            optimizer = adamw(model)
+            average = [p.detach().clone() for p in model.parameters()]
+            seen = []
+            for step in range(4):
+                for micro_step in range(2):
+                    hidden = model[1](model[0](inputs(step)))
+                    output = nn.functional.linear(hidden, model[2].weight, model[2].bias) if micro_step else model(inputs(step))
+                    output.square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                for mean, p in zip(average, model.parameters()):
+                    mean.lerp_(p.detach(), 0.5)
+                seen.append([mean.clone() for mean in average])
+            return seen
+
+        expected = loop(make(), lambda model: torch.optim.SGD(model.parameters(), lr=0.05))
+        for stage in range(3):
+            found = loop(forebay.shard(make(), stage=stage), lambda model: forebay.SGD(model, lr=0.05))
+            for one, other in zip(sum(expected, []), sum(found, [])):
+                self.assertLess((one - other).abs().max().item(), 2e-6, stage)
+
     def test_all_reads_are_checked_where_it_is_told_so(self):
         model = forebay.shard(make(), stage=1, check=True)
         optimizer = forebay.AdamW(model, lr=0.05)

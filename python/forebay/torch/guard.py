@@ -136,7 +136,7 @@ class Guard:
 
     At stage 3 a released parameter is watched, at all times. Passes are checked from the making of the optimizer to the end
     of the second step and in the first evaluation, or always: acquired parameters are watched in them too, because they may
-    not be written, and released ones at every stage.
+    not be written, and released ones at every stage. Between passes only stage 3 and `always` are checked.
     """
 
     STEPS = 2  # Steps that are checked unless all are.
@@ -243,6 +243,8 @@ class Guard:
             return
         if not any(unit.held for unit in units):
             if torch._C._current_graph_task_id() == -1:
+                if self.owner().stage != 3 and not self.always and not self.owner().depth:
+                    return  # Between passes the weights are there at stages 0 to 2. step() finds a write that it would undo.
                 self.make_resident(func, name, units[0])
             elif self.owner().stage == 3:  # As where a part of the unit is computed again.
                 units[0].read_backward()
