@@ -428,7 +428,7 @@ class Sharded:
         self.has_gradients = False
         self.norm: Optional[float] = None
         self.norm_taken = False  # By the engine, which takes no more micro-steps then.
-        self.saving: Optional[SavingOutcome] = None  # Of the save in the background.
+        self.saving: Optional[SavingOutcome] = None  # A save in the background that nobody has waited for.
         self.said: Set[str] = set()  # Warnings.
         self.optimizer: Any = None  # The one whose moments the engine has; None before a step, and after restore().
         self.switched: List[str] = []  # The parameters of which requires_grad was followed before this step.
@@ -687,7 +687,6 @@ class Sharded:
             self.refuse_replaced()
             if self.pass_has_gradients:
                 self.give_up_void_step()
-            if self.pass_has_gradients:
                 self.refuse_changed()
         if not self.residents and self.guard is not None and not self.guard.is_needed():
             return None

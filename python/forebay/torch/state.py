@@ -493,7 +493,7 @@ def save(model: nn.Module, directory: Path, state: Any = None, background: bool 
 
     A kill at any moment leaves the last saved state whole. restore() takes it at any number of ranks and any stage.
     `background`: a thread writes a copy in host memory while training goes on; it needs shard(save_async=True). The state
-    is whole when result() of the returned object, the next save() or restore() has returned.
+    is whole when result() of the returned object has returned. The next save() raises its error, and restore() warns of it.
     Collective. Errors: InputOutputError, and InvalidArgument for a directory with the state of another model, or with a file
     `latest` of another tool; training may go on.
     """
