@@ -1,7 +1,11 @@
-// The instruction sets of this x86-64 processor, by the numbers that Highway's dispatch tables use: two
-// functions in place of libhwy.so, for libforebay-c.so. That library measures a clock for 3.5 ms when it is
-// loaded.
+// The instruction sets of this x86-64 processor, by the numbers that Highway's dispatch tables use: the
+// functions that Highway's headers call, in place of libhwy.so. That library measures a clock for 3.5 ms when
+// it is loaded.
 #include <cpuid.h>
+
+#include <cstdarg>
+#include <cstdio>
+#include <cstdlib>
 
 #include "hwy/targets.h"
 
@@ -39,16 +43,35 @@ std::int64_t find_targets() {
   return has_avx3 ? targets | HWY_AVX3 : targets;
 }
 
+// Not 0 while a test chooses.
+std::int64_t chosen_by_test = 0;
+
 }  // namespace
 
 std::int64_t SupportedTargets() {
   static const std::int64_t targets = find_targets();
-  return targets;
+  return chosen_by_test != 0 ? chosen_by_test : targets;
+}
+
+void SetSupportedTargetsForTest(std::int64_t targets) {
+  chosen_by_test = targets;
+  GetChosenTarget().DeInit();
 }
 
 ChosenTarget& GetChosenTarget() {
   static ChosenTarget target;
   return target;
+}
+
+// Checks of builds without optimisation call it.
+void Abort(const char* file, int line, const char* format, ...) {
+  std::fprintf(stderr, "%s:%d: ", file, line);
+  std::va_list arguments;
+  va_start(arguments, format);
+  std::vfprintf(stderr, format, arguments);
+  va_end(arguments);
+  std::fputc('\n', stderr);
+  std::abort();
 }
 
 }  // namespace hwy
