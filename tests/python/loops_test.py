@@ -307,10 +307,21 @@ class Loops(unittest.TestCase):
 
     def test_modules_that_come_and_go_are_named(self):
         model = forebay.shard(make(), stage=1)
+        there = list(model.parameters())
         model[2] = nn.Linear(8, 8)
-        forebay.AdamW(model, lr=0.05)
+        with self.assertRaisesRegex(forebay.InvalidArgument, r"module of parameter 2\.weight was replaced or removed"):
+            forebay.AdamW(model, lr=0.05)
+        forebay.AdamW(model, there, lr=0.05)
         with self.assertRaisesRegex(forebay.InvalidArgument, r"module of parameter 2\.weight was replaced or removed"):
             model(inputs(0))
+        model = forebay.shard(make(), stage=1)
+        there = list(model.parameters())
+        model.append(nn.Linear(8, 8))  # A new head, or an adapter.
+        for whole in (model, nn.Sequential(model)):
+            whole._forebay = model._forebay
+            with self.assertRaisesRegex(forebay.InvalidArgument, r"3\.weight joined the model after shard.*cannot train it"):
+                forebay.AdamW(whole, lr=0.05)
+        forebay.AdamW(model, there, lr=0.05)
         model = forebay.shard(make(), stage=1)
         forebay.AdamW(model, lr=0.05)
         model.append(nn.Linear(8, 8))

@@ -265,6 +265,8 @@ def _make(rule: str, model: Any, params: Any, given: Dict[str, Any], switches: D
             raise TypeError(f"{_NAMES[rule]}() got an unexpected keyword argument {name!r}")
     if isinstance(model, nn.Module):
         sharded = sharded_of(model)
+        if params is None:
+            sharded.refuse_changed(trained=model)
         groups = _listed(params) if params is not None else [p for p in sharded.parameters if p.requires_grad]
     else:  # The order of torch.optim.
         groups, given["lr"] = _listed(model), params if given["lr"] is None else given["lr"]

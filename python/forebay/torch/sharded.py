@@ -510,26 +510,33 @@ class Sharded:
         """Each module, its children, and the number of its own parameters."""
         return [(m, list(m._modules.values()), len(m._parameters)) for m in self.model.modules()]
 
-    def refuse_changed(self) -> None:
+    def refuse_changed(self, trained: Optional[nn.Module] = None) -> None:
         """Errors: InvalidArgument for parameters that left the model after shard(), and on several ranks for trainable ones
-        that joined it."""
-        if all(list(m._modules.values()) == children and len(m._parameters) == count for m, children, count in self.families):
+        that joined it.
+
+        `trained`: an optimizer is made for all parameters of this module, which is the model or wraps it; then none may have
+        joined on one rank either.
+        """
+        if trained is None and all(list(m._modules.values()) == children and len(m._parameters) == count
+                                   for m, children, count in self.families):
             return
-        there = dict(self.model.named_parameters())
+        there = dict((trained or self.model).named_parameters())
         present = set(map(id, there.values()))
         gone = next((name for p, name in self.names.items() if id(p) not in present), None)
         if gone is not None:
             raise InvalidArgument(f"the module of parameter {gone} was replaced or removed after shard(), and the engine would go on "
                                   "with the old one; do that before shard()")
-        for name, p in there.items():
-            if not p.requires_grad or not describe.is_held(p) or getattr(p, "_forebay", None) is self:
-                continue
-            if self.engine is None or self.engine.communicator is None or self.engine.communicator.size == 1:
-                self.warn_once(f"parameter {name} joined the model after shard(); it is not sharded, and an optimizer of forebay "
-                               "does not train it")
-                break
-            raise InvalidArgument(f"parameter {name} joined the model after shard(), so its gradients would differ between "
-                                  "ranks; add it, as by peft.get_peft_model(), before shard()")
+        joined = next((name for name, p in there.items()
+                       if p.requires_grad and describe.is_held(p) and getattr(p, "_forebay", None) is not self), None)
+        if joined is not None:
+            if trained is not None:
+                raise InvalidArgument(f"parameter {joined} joined the model after shard(), so the engine cannot train it; add it, as by "
+                                      "peft.get_peft_model(), before shard(), or name the parameters that the optimizer trains")
+            if self.engine is not None and self.engine.communicator is not None and self.engine.communicator.size > 1:
+                raise InvalidArgument(f"parameter {joined} joined the model after shard(), so its gradients would differ between "
+                                      "ranks; add it, as by peft.get_peft_model(), before shard()")
+            self.warn_once(f"parameter {joined} joined the model after shard(); it is not sharded, and an optimizer of forebay "
+                           "does not train it")
         self.families = self._families()
 
     # --- the engine ---
