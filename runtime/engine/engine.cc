@@ -126,6 +126,16 @@ void Engine::Impl::expect(Phase wanted, const char* call) {
   misuse(std::string(call) + message);
 }
 
+void Engine::Impl::expect_between_passes(const char* call) {
+  if (recorded() && phase != Phase::kIdle && phase != Phase::kDescribe && phase != Phase::kFailed) {
+    expect_own_process();
+    if (after_evaluation) misuse(std::string(call) + " in an evaluation; call evaluation_end() first");
+    if (!leases.empty()) misuse(std::string(call) + " while a lease is alive; end it first");
+    finish_pass();
+  }
+  if (!recorded() || phase != Phase::kStep) expect(Phase::kIdle, call);
+}
+
 void Engine::Impl::expect_step(const char* call) {
   expect_own_process();
   if (phase == Phase::kFailed || phase == Phase::kDescribe || phase == Phase::kIdle)
@@ -457,7 +467,7 @@ void Engine::lock_state(const std::string& directory) {
 }
 
 void Engine::save_state(const std::string& directory, const std::string& trainer_state, int keep) {
-  impl_->expect(Impl::Phase::kIdle, "save_state()");
+  impl_->expect_between_passes("save_state()");
   impl_->expect_own_weights("save_state()");
   if (keep < 1) impl_->misuse("save_state() with keep " + std::to_string(keep) + "; keep 1 state or more");
   const Impl::OtherTraffic other(*impl_);
@@ -465,7 +475,7 @@ void Engine::save_state(const std::string& directory, const std::string& trainer
 }
 
 void Engine::save_state_begin(const std::string& directory, const std::string& trainer_state, int keep) {
-  impl_->expect(Impl::Phase::kIdle, "save_state_begin()");
+  impl_->expect_between_passes("save_state_begin()");
   impl_->expect_own_weights("save_state_begin()");
   if (keep < 1)
     impl_->misuse("save_state_begin() with keep " + std::to_string(keep) + "; keep 1 state or more");
@@ -475,7 +485,7 @@ void Engine::save_state_begin(const std::string& directory, const std::string& t
 
 void Engine::save_state_end() {
   impl_->expect_own_process();
-  if (impl_->phase != Impl::Phase::kIdle) impl_->expect(Impl::Phase::kIdle, "save_state_end()");
+  if (impl_->phase != Impl::Phase::kIdle) impl_->expect_between_passes("save_state_end()");
   const Impl::OtherTraffic other(*impl_);
   impl_->end_save();
 }

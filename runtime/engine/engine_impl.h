@@ -307,6 +307,8 @@ struct Engine::Impl : StepContext {
   void expect_stream(Stream stream, const char* call);
   // In a step, without a lease.
   void expect_step(const char* call);
+  // Between steps; in recorded order also in a step, after a micro-step's backward pass, which this ends.
+  void expect_between_passes(const char* call);
   [[noreturn]] void misuse(const std::string& message);
   // Throws, and leaves the engine failed, if a peer or the tier of offloaded states has failed.
   void check_peers() {

@@ -15,6 +15,7 @@
 
 #include "forebay/stream_call.h"
 #include "tests/engine/toy_cases.h"
+#include "tests/support/temporary_directory.h"
 
 namespace forebay::testing {
 namespace {
@@ -293,6 +294,49 @@ TEST(FreeOrderFiles, ProgramsHaveTheBitsOfPlainLoops) {
     options.engine.staging_bytes = 8u << 20;
     check(program, options);
     if (HasFatalFailure()) return;
+  }
+}
+
+// In the last step, between two micro-steps.
+TEST_P(FreeOrder, AStateSavedWithinAStepIsThatOfTheStepBefore) {
+  for (const Offload offload : {Offload::kNone, Offload::kOptimizer, Offload::kOptimizerAndParameters}) {
+    if (offload == Offload::kOptimizerAndParameters && GetParam() < 3) continue;
+    for (const bool in_background : {false, true}) {
+      SCOPED_TRACE(std::string(offload_name(offload)) +
+                   (in_background ? ", in the background" : ", at once"));
+      const TemporaryDirectory directory;
+      ToyOptions options = recorded_options(GetParam(), DataType::kBfloat16, 3);
+      options.engine.offload = offload;
+      options.engine.save_async = in_background;
+      options.evaluates = [](int, int, int k) {
+        return k == 1 ? std::vector<int>{0, 2} : std::vector<int>();
+      };
+      ToyOptions shorter = options;
+      --shorter.steps;
+      const ToyResult before = run_toy(shorter);
+      const ToyResult undisturbed = run_toy(options);
+      options.between_micro_steps = [&](Engine& engine, int step, int) {
+        if (step != options.steps - 1) return;
+        if (in_background) {
+          engine.save_state_begin(directory.path(), "cursor");
+          engine.save_state_end();
+          engine.save_state_begin(directory.path(), "cursor");
+        } else {
+          engine.save_state(directory.path(), "cursor");
+        }
+      };
+      expect_same(run_toy(options), undisturbed, "a state is saved within the last step");
+      run_ranks(options.ranks, {}, [&](Rank& rank) {
+        ToyTrainer trainer(shorter, rank);
+        EXPECT_EQ(trainer.engine().load_state(directory.path()), "cursor");
+        EXPECT_EQ(trainer.engine().attempted_steps(), static_cast<std::uint64_t>(shorter.steps));
+        EXPECT_EQ(trainer.engine().digest(), before.digest);
+        // The moments, too: the step that was open is made anew.
+        trainer.step(shorter.steps);
+        EXPECT_EQ(trainer.engine().digest(), undisturbed.digest);
+      });
+      if (HasFailure()) return;
+    }
   }
 }
 
@@ -725,6 +769,7 @@ TEST(FreeOrderCalls, OutOfTurnChangeNothing) {
       refused("alive", [&] { static_cast<void>(engine.step({.groups = {{}}})); });
       refused("alive", [&] { engine.micro_step_begin(1); });
       refused("alive", [&] { engine.evaluation_begin(); });
+      refused("alive", [&] { engine.save_state(::testing::TempDir(), ""); });
     }
     static_cast<void>(engine.backward(0, stream));
     refused("was complete", [&] { static_cast<void>(engine.backward(0, stream)); });

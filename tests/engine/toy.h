@@ -60,6 +60,8 @@ struct ToyOptions {
   Order backwards;
   Order evaluates;  // Units of an evaluation before the micro-step. Empty: no evaluation.
   std::function<int(int step)> micro_steps;  // Null: all.
+  // Recorded order: called after each micro-step but the last.
+  std::function<void(Engine& engine, int step, int micro_step)> between_micro_steps;
   std::function<bool(int rank, int step)> abandons = [](int, int) { return false; };
   std::function<double(int step)> gradient_factor = [](int) { return 1.0; };
   bool asks_norm = false;          // gradient_norm() before step().
@@ -227,6 +229,8 @@ class ToyTrainer {
     const int rank = rank_.communicator->rank();
     const int micro_steps = options_.micro_steps_of(step);
     for (int k = 0; k <= micro_steps; ++k) {
+      if (options_.between_micro_steps && k > 0 && k < micro_steps)
+        options_.between_micro_steps(engine_, step, k - 1);
       evaluate(step, k);
       if (k == micro_steps) break;
       engine_.micro_step_begin(k);

@@ -131,6 +131,29 @@ class Lightning(unittest.TestCase):
             again, _ = fit(directory, {"stage": 1}, epochs=2, path=path)
             self.assertEqual(forebay.digest(again), forebay.digest(second))
 
+    def test_a_checkpoint_within_an_accumulation_changes_nothing(self):
+        with tempfile.TemporaryDirectory() as directory:
+            def path(steps, batch):
+                return os.path.join(directory, f"{steps}-{batch}.ckpt")
+
+            class Saves(Module):
+                def on_train_batch_end(self, outputs, batch, index):
+                    self.trainer.save_checkpoint(path(self.trainer.global_step, index))
+
+            expected = fit(directory)[0].seen
+            whole, _ = fit(directory, {"stage": 2}, make=Saves)
+            self.close(whole.seen, expected)
+            self.assertEqual(sorted(name for name in os.listdir(directory) if name.endswith(".ckpt")),
+                             ["0-0.ckpt", "1-1.ckpt", "2-0.ckpt", "2-2.ckpt", "3-1.ckpt", "4-2.ckpt"])
+            second = fit(directory, {"stage": 3}, path=path(2, 0))[0]  # In the second epoch.
+            model = forebay.shard(Module(), stage=1)
+            forebay.AdamW(model, lr=1e-2)
+            forebay.restore(model, path(2, 0) + ".forebay/" + os.listdir(path(2, 0) + ".forebay")[0])
+            digest = forebay.digest(model)
+            forebay.restore(model, path(2, 2) + ".forebay/" + os.listdir(path(2, 2) + ".forebay")[0])
+            self.assertEqual(forebay.digest(model), digest)
+            self.assertNotEqual(forebay.digest(second), digest)
+
     def test_it_validates_tests_and_predicts(self):
         class Steps(Module):
             def test_step(self, batch, _):

@@ -402,6 +402,33 @@ class OneRank(unittest.TestCase):
         with torch.autocast("cpu", torch.bfloat16):
             model(*models.batch(0, 0)).backward()
 
+    def test_a_state_saved_while_gradients_wait_is_that_of_the_step_before(self):
+        digests = []
+        for saves in (False, True):
+            with tempfile.TemporaryDirectory() as directory:
+                model = forebay.shard(models.make(), stage=3, save_async=True)
+                optimizer = forebay.AdamW(model, lr=1e-2)
+                for step in range(3):
+                    if step == 2:
+                        before = forebay.digest(model)
+                    for k in range(3):
+                        loss = model(*models.batch(step, k))
+                        if saves and k == 1:  # Between a forward and its backward pass.
+                            with self.assertRaisesRegex(forebay.InvalidArgument, "waits for its backward pass"):
+                                forebay.save(model, directory)
+                        loss.backward()
+                        if saves and k == 0:
+                            forebay.save(model, directory)
+                        elif saves and k == 1:
+                            forebay.save(model, directory, background=True).result()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                digests.append(forebay.digest(model))
+                if saves:
+                    forebay.restore(model, directory)
+                    self.assertEqual(forebay.digest(model), before)
+        self.assertEqual(digests[0], digests[1])
+
     def test_values_are_not_replaced_while_gradients_wait(self):
         weights = models.make(seed=1)
         with tempfile.TemporaryDirectory() as directory:
@@ -412,7 +439,7 @@ class OneRank(unittest.TestCase):
             forebay.save(model, directory)
             model(*models.batch(0, 0)).backward()
             for call in (lambda: forebay.load(model, path), lambda: model.load_state_dict(weights.state_dict()),
-                         lambda: forebay.restore(model, directory), lambda: forebay.save(model, directory),
+                         lambda: forebay.restore(model, directory),
                          lambda: forebay.gathered(model, write=True).__enter__()):
                 with self.assertRaisesRegex(forebay.InvalidArgument, r"gradients wait for optimizer\.step\(\); call it, or opt"):
                     call()

@@ -229,7 +229,8 @@ TEST_F(Reload, OfAnotherModelIsRefusedOnAllRanks) {
   };
   refused({.layers = 3, .hidden = 30, .heads = 6, .sequence = 12},
           "wte.weight has 6144 elements there and 7680");
-  refused({.layers = 4, .hidden = 24, .heads = 6, .sequence = 12}, "h.3.ln_1.weight has 0 elements there");
+  refused({.layers = 4, .hidden = 24, .heads = 6, .sequence = 12},
+          "it lacks h.3.ln_1.weight, which has 24 elements here");
   refused({.layers = 2, .hidden = 24, .heads = 6, .sequence = 12},
           "h.2.attn.c_attn.bias is not one of this model");
 }

@@ -535,8 +535,8 @@ class Sharded:
             if self.engine is not None and self.engine.communicator is not None and self.engine.communicator.size > 1:
                 raise InvalidArgument(f"parameter {joined} joined the model after shard(), so its gradients would differ between "
                                       "ranks; add it, as by peft.get_peft_model(), before shard()")
-            self.warn_once(f"parameter {joined} joined the model after shard(); it is not sharded, and an optimizer of forebay "
-                           "does not train it")
+            self.warn_once(f"parameter {joined} joined the model after shard(); it is not sharded, an optimizer of forebay "
+                           "does not train it, and forebay.save() leaves it out; add it before shard()")
         self.families = self._families()
 
     # --- the engine ---
@@ -1180,17 +1180,24 @@ class Sharded:
         self.tasks.clear()
         self.clear_stand_ins()
 
-    def between_steps(self) -> None:
-        """Makes sure that no step is open. Errors: InvalidArgument while gradients wait for the optimizer."""
+    def between_steps(self, keeps_gradients: bool = False) -> None:
+        """Makes sure that no step is open. Errors: InvalidArgument while gradients wait for the optimizer.
+
+        `keeps_gradients`: they may wait, and go on to; then no pass is open.
+        """
         self.refuse_writing()
         self.refuse_changed()
         self.commit()
         self.end_interrupted(lambda: calls_on_stack(self.model))
         self.end_evaluation()
-        if self.in_step and self.has_gradients and not self.gradients_were_cleared():
-            raise InvalidArgument("gradients wait for optimizer.step(); call it, or optimizer.zero_grad(), before this")
-        if self.in_step:
+        if not self.in_step:
+            return
+        if not self.has_gradients or self.gradients_were_cleared():
             self.abandon()
+        elif not keeps_gradients:
+            raise InvalidArgument("gradients wait for optimizer.step(); call it, or optimizer.zero_grad(), before this")
+        elif self.depth or self.tasks or not self.backward_over:
+            raise InvalidArgument("a forward pass waits for its backward pass; do this after backward()")
 
     def refuse_writing(self) -> None:
         if self.writing:

@@ -391,8 +391,8 @@ class Saving:
         self._outcome = sharded.saving = SavingOutcome()
 
     def result(self) -> None:
-        """Waits until the state is whole. Collective, between steps. Errors: InputOutputError; it was not saved."""
-        self._sharded.between_steps()
+        """Waits until the state is whole. Collective, between passes. Errors: InputOutputError; it was not saved."""
+        self._sharded.between_steps(keeps_gradients=True)
         if self._sharded.saving is self._outcome:
             self._sharded.end_saving()
         if self._outcome.error is not None:
@@ -491,14 +491,15 @@ def save(model: nn.Module, directory: Path, state: Any = None, background: bool 
     Buffers, integer and complex parameters, and the extra states of modules (a tensor, or what JSON can hold) are those of rank 0
     that state_dict() has, 128 MiB at most.
 
-    A kill at any moment leaves the last saved state whole. restore() takes it at any number of ranks and any stage.
+    While gradients wait for optimizer.step(), the state is that of the step before, without them. A kill at any moment
+    leaves the last saved state whole. restore() takes it at any number of ranks and any stage.
     `background`: a thread writes a copy in host memory while training goes on; it needs shard(save_async=True). The state
     is whole when result() of the returned object has returned. The next save() raises its error, and restore() warns of it.
     Collective. Errors: InputOutputError, and InvalidArgument for a directory with the state of another model, or with a file
     `latest` of another tool; training may go on.
     """
     sharded = sharded_of(model)
-    sharded.between_steps()
+    sharded.between_steps(keeps_gradients=True)
     sharded.refuse_moved(sharded.parameters)
     error = sharded.end_saving()
     if error is not None:

@@ -73,6 +73,10 @@ void check_parameter_of(const ParameterShape& parameter, const SavedState& saved
   const std::uint64_t there = tensor == nullptr ? 0 : tensor->places.count();
   const bool of_part = tensor != nullptr && is_of_part(parameter, *tensor);
   const std::uint64_t here = of_part ? parameter.count : places_of(parameter).count();
+  if (there == 0 && here != 0) {
+    refuse_model(saved,
+                 "it lacks " + parameter.name + ", which has " + std::to_string(here) + " elements here");
+  }
   if (there != here) {
     refuse_model(saved, parameter.name + " has " + std::to_string(there) + " elements there and " +
                             std::to_string(here) + " here");

@@ -754,9 +754,10 @@ FOREBAY_API int32_t forebay_step(forebay_engine* engine, forebay_step_result* re
 FOREBAY_API int32_t forebay_abandon(forebay_engine* engine, int32_t micro_steps);
 
 /* == Engine: state ==
- * Order: after commit, between steps.
- * Threads: one at a time.
- * Since: 1.
+ * Order: after commit, between steps. With order-of-units "recorded" forebay_save(), forebay_save_begin() and
+ * forebay_save_end() also work in a step, after a micro-step's backward pass, which they end: the state is
+ * that of the step before, without the gradients that wait. A rank that calls forebay_abandon() saves nothing
+ * within that step. Threads: one at a time. Since: 1.
  */
 
 /* Keeps other jobs from saving in `directory` until the engine is destroyed or the process ends. Call it

@@ -491,6 +491,9 @@ class Engine {
   void fetch();
 
   // --- training state, between steps ---
+  // In recorded order a state is saved in a step, too, after a micro-step's backward pass, which the call
+  // ends: it is that of the step before, without the gradients that wait. A rank that calls abandon() saves
+  // nothing within that step.
 
   // Keeps other jobs from saving in `directory` until the engine is destroyed or the process ends. Call it
   // before training, so that a mistake costs no training. save_state() does the same while it saves.
