@@ -309,6 +309,9 @@ class Refusals(unittest.TestCase):
             forebay.wrap(torch.optim.RMSprop(model.parameters(), lr=1))
         with self.assertRaisesRegex(forebay.Unsupported, r"moments lie in shards. forebay\.save"):
             optimizer.state[model.norm.weight]
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": {}})
+        with self.assertRaisesRegex(forebay.Unsupported, r"moments lie in shards. forebay\.save"):
+            optimizer.state[model.norm.weight]
         with self.assertRaisesRegex(forebay.InvalidArgument, "already"):
             forebay.shard(model)
         with self.assertRaisesRegex(forebay.Unsupported, "autocast"):

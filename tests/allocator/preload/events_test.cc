@@ -1710,5 +1710,25 @@ TEST(RunPauseSignal, MakesTheArenaGiveMemoryBackAtTheNextCall) {
   EXPECT_LT(device.at("held_bytes").get<std::uint64_t>(), 8 * kMiB);
 }
 
+// Unmapping and waiting would spoil the capture. Its block takes a chunk of 2 MiB.
+TEST(RunPauseSignal, WaitsUntilNoStreamIsCaptured) {
+  const TemporaryDirectory directory;
+  Process process(forebay({"run", "--report", directory / "report", "--pause-signal", "USR2", "--",
+                           program("events_program"), "listen", "1"}),
+                  on_the_fake());
+  ASSERT_TRUE(process.wait_for_output("ready"));
+  process.signal(SIGUSR2);
+  ASSERT_TRUE(process.wait_for_output("asked 1 process to give back"));
+  process.signal(SIGHUP);
+  ASSERT_TRUE(process.wait_for_output("captured"));
+  EXPECT_FALSE(process.wait_for_output(" has given back ", std::chrono::seconds(1)));
+  process.signal(SIGHUP);
+  ASSERT_TRUE(process.wait_for_output(" has given back "));
+  process.signal(SIGTERM);
+  const Finished run = process.finish();
+  EXPECT_EQ(run.exit_code, 0) << run.output;
+  EXPECT_TRUE(has(run.output, "has given back 30.00 MiB")) << run.output;
+}
+
 }  // namespace
 }  // namespace forebay::testing

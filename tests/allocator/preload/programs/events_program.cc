@@ -5,7 +5,8 @@
 //   events_program full [1]: fills the device, is refused, waits for SIGTERM if asked to, and frees all
 //   events_program many COUNT: a block that stays, then COUNT short ones
 //   events_program closes COUNT: the same, and in the middle closes all descriptors but the first three
-//   events_program listen: keeps freed memory, and on SIGHUP asks for more; ends on SIGTERM
+//   events_program listen [1]: keeps freed memory, and on SIGHUP asks for more; ends on SIGTERM. With 1 the first
+//     time is in a capture of another stream
 //   events_program chunk: a chunk of the program's own beside a block
 //   events_program refused-free: the driver refuses the free of a block of 8 MiB; then another of 4 MiB
 //   events_program lost: a block of 8 MiB goes with its context; another of 4 MiB gets its address
@@ -111,13 +112,15 @@ int killed_at(CuStream stream, int count) {
   }
 }
 
-int listen(CuStream stream) {
+int listen(CuStream stream, bool captures) {
   sigset_t signals;
   ::sigemptyset(&signals);
   ::sigaddset(&signals, SIGHUP);
   ::sigaddset(&signals, SIGTERM);
   ::sigprocmask(SIG_BLOCK, &signals, nullptr);
   CuDevicePtr kept = 0, freed = 0;
+  CuStream captured{};
+  CHECK_CU(driver.cuStreamCreate(&captured, kStreamNonBlocking));
   CHECK_CU(driver.cuMemAllocAsync(&kept, 4 * kMiB, stream));
   CHECK_CU(driver.cuMemAllocAsync(&freed, 32 * kMiB, stream));
   CHECK_CU(driver.cuMemFreeAsync(freed, stream));
@@ -125,7 +128,17 @@ int listen(CuStream stream) {
   std::fflush(stdout);
   for (int number = 0; ::sigwait(&signals, &number) == 0 && number != SIGTERM;) {
     CuDevicePtr block = 0;
+    if (captures) CHECK_CU(driver.cuStreamBeginCapture_v2(captured, CuCaptureMode::kRelaxed));
     CHECK_CU(driver.cuMemAllocAsync(&block, kMiB, stream));
+    if (captures) {
+      std::printf("captured\n");
+      std::fflush(stdout);
+      CHECK(::sigwait(&signals, &number) == 0);
+      CuGraph graph{};
+      CHECK_CU(driver.cuStreamEndCapture(captured, &graph));
+      CHECK_CU(driver.cuMemAllocAsync(&block, kMiB, stream));
+      captures = false;
+    }
   }
   return 0;
 }
@@ -200,7 +213,7 @@ int run(const std::string& what, int count) {
   if (what == "many") return many(stream, count);
   if (what == "closes") return closes(stream, count);
   if (what == "killed-at") return killed_at(stream, count);
-  if (what == "listen") return listen(stream);
+  if (what == "listen") return listen(stream, count == 1);
   if (what == "chunk") return chunk();
   if (what == "refused-free") return refused_free();
   if (what == "lost") return lost();
