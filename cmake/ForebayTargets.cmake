@@ -135,14 +135,14 @@ function(forebay_test_options target busy)
   endif()
 endfunction()
 
-# forebay_suite(name SOURCES a.cc ...): parameterized tests that several programs instantiate, compiled once. A program has
+# forebay_suite(name [BUSY] SOURCES a.cc ...): parameterized tests that several programs instantiate, compiled once. A program has
 # LINK name.
 function(forebay_suite name)
-  cmake_parse_arguments(ARG "" "" "SOURCES" ${ARGN})
+  cmake_parse_arguments(ARG "BUSY" "" "SOURCES" ${ARGN})
   add_library(${name} OBJECT ${ARG_SOURCES})
   target_include_directories(${name} PRIVATE "${PROJECT_SOURCE_DIR}")
   target_link_libraries(${name} PRIVATE forebay_flags forebay GTest::gtest_main)
-  forebay_test_options(${name} OFF)
+  forebay_test_options(${name} "${ARG_BUSY}")
 endfunction()
 
 # forebay_test(name [BUSY] SOURCES a.cc ... [ALONE b.cc ...] [LABELS unit ...] [TIMEOUT seconds] [SLOW_TIMEOUT seconds] [LINK extra ...])

@@ -163,8 +163,8 @@ class NetworkBytes : public Network, public ::testing::WithParamInterface<int> {
 
 TEST_P(NetworkBytes, AreThoseOfTheReportAndOfTheory) {
   const int stage = GetParam();
-  constexpr int kShort = 2;
-  constexpr int kLong = 6;
+  constexpr int kShort = 1;
+  constexpr int kLong = 3;
   constexpr double kPerStep = 1.0 / (kLong - kShort);
   for (const Model model : {Model{40, 96}, Model{32, 128}}) {
     SCOPED_TRACE(std::to_string(model.layers) + " layers of " + std::to_string(model.hidden));
