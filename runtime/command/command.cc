@@ -1,6 +1,7 @@
 // The `forebay` command. Each subcommand lives in a file of its own and is added by one function.
 
 #include <fcntl.h>
+#include <signal.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -104,6 +105,9 @@ int run(std::vector<std::string> arguments) {
   }
   if (const std::string empty = empty_option(app); !empty.empty())
     return complain(program, empty + " is empty; give a value, or leave it out", kBadUsage);
+  // Writing a file beyond `ulimit -f` fails then, and what was begun is removed. A program that is run has
+  // the default action.
+  if (command.empty()) (void)::signal(SIGXFSZ, SIG_IGN);
   try {
     return action();
   } catch (const Error& error) {

@@ -504,6 +504,15 @@ TEST_F(StateCommand, FailsWhenItsOutputCannotBeWritten) {
   }
 }
 
+TEST_F(StateCommand, AnExportBeyondTheLimitOfFilesFailsAndLeavesNothing) {
+  save();
+  const std::string line = "ulimit -f 8; exec " FOREBAY_COMMAND " state export " + directory_ + " --to " +
+                           root_ + "/m.safetensors > /dev/null 2> " + root_ + "/err < /dev/null";
+  EXPECT_EQ(WEXITSTATUS(std::system(line.c_str())), 1);
+  EXPECT_NE(text_of(root_ + "/err").find("File too large"), std::string::npos) << text_of(root_ + "/err");
+  EXPECT_EQ(files(), std::vector<std::string>());
+}
+
 TEST_F(StateCommand, KeepsAsManyStatesAsWereAskedFor) {
   save(/*states=*/5, /*keep=*/3);
 

@@ -449,6 +449,22 @@ TEST_F(SavedStateFiles, AStepIsSavedAgainWithoutAnExchange) {
             (std::vector<std::string>{"step-000000000009-2", "step-000000000008"}));
 }
 
+// As where an old state was moved to a larger drive. Links are not followed.
+TEST_F(SavedStateFiles, ALinkToAnOldStateIsRemovedAndNotTheState) {
+  const std::string elsewhere = make_temporary_directory("elsewhere");
+  save(directory_, 7);
+  fs::copy(file("step-000000000007"), elsewhere, fs::copy_options::recursive);
+  fs::remove_all(file("step-000000000007"));
+  fs::create_directory_symlink(elsewhere, file("step-000000000007"));
+  save(directory_, 8);
+  std::vector<std::string> names;
+  for (const auto& entry : fs::directory_iterator(directory_)) names.push_back(entry.path().filename());
+  for (const std::string& name : names) EXPECT_EQ(name.find(".removing-"), std::string::npos) << name;
+  EXPECT_FALSE(fs::is_symlink(file("step-000000000007")));
+  EXPECT_TRUE(fs::exists(elsewhere + "/state.safetensors.index.json"));
+  fs::remove_all(elsewhere);
+}
+
 // Both names exist while a step is saved again.
 TEST_F(SavedStateFiles, AStepWithTwoNamesIsTheStateThatLatestNames) {
   save(directory_, 7);
