@@ -241,12 +241,13 @@ void StateDirectory::remove(const std::string& name) const noexcept {
   } catch (const Error&) {
     // It is no directory, or may not be read.
   }
-  if (::unlinkat(descriptor_.number(), name.c_str(), AT_REMOVEDIR) == 0) return;
-  // A link in the place of a state. Where it points to, nothing is removed.
+  ::unlinkat(descriptor_.number(), name.c_str(), AT_REMOVEDIR);
+}
+
+bool StateDirectory::remove_link(const std::string& name) const noexcept {
   struct stat found {};
-  if (::fstatat(descriptor_.number(), name.c_str(), &found, AT_SYMLINK_NOFOLLOW) == 0 &&
-      S_ISLNK(found.st_mode))
-    ::unlinkat(descriptor_.number(), name.c_str(), 0);
+  return ::fstatat(descriptor_.number(), name.c_str(), &found, AT_SYMLINK_NOFOLLOW) == 0 &&
+         S_ISLNK(found.st_mode) && ::unlinkat(descriptor_.number(), name.c_str(), 0) == 0;
 }
 
 namespace {

@@ -58,6 +58,8 @@ class StateDirectory {
   void sync() const;
   // Removes a subdirectory and the files in it. Leaves the rest where it cannot.
   void remove(const std::string& name) const noexcept;
+  // Removes a symbolic link, and nothing of what it points to. False if it is none, or cannot be removed.
+  bool remove_link(const std::string& name) const noexcept;
 
  private:
   friend class StateLock;

@@ -76,7 +76,7 @@ void remove_unfinished(const StateDirectory& directory) {
 
 // No state has its name and a part of its files, at any moment.
 void remove_state(const StateDirectory& directory, const std::string& name) {
-  if (!directory.has(name)) return;
+  if (!directory.has(name) || directory.remove_link(name)) return;
   const std::string removed = std::string(kRemovedPrefix) + name;
   directory.remove(removed);
   directory.remove(directory.rename_directory(name, removed) ? removed : name);
