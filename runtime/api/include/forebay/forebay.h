@@ -754,10 +754,9 @@ FOREBAY_API int32_t forebay_step(forebay_engine* engine, forebay_step_result* re
 FOREBAY_API int32_t forebay_abandon(forebay_engine* engine, int32_t micro_steps);
 
 /* == Engine: state ==
- * Order: after commit, between steps. With order-of-units "recorded" forebay_save(), forebay_save_begin() and
- * forebay_save_end() also work in a step, after a micro-step's backward pass, which they end: the state is
- * that of the step before, without the gradients that wait. A rank that calls forebay_abandon() saves nothing
- * within that step. Threads: one at a time. Since: 1.
+ * Order: after commit, between steps; forebay_save() says when a state is saved in a step.
+ * Threads: one at a time.
+ * Since: 1.
  */
 
 /* Keeps other jobs from saving in `directory` until the engine is destroyed or the process ends. Call it
@@ -770,7 +769,9 @@ FOREBAY_API int32_t forebay_lock(forebay_engine* engine, const char* directory);
 
 /* Saves weights, optimizer states, step counts and loss scale under `directory`, which it makes if it is not
  * there, with any bytes of the trainer's own. A kill at any moment leaves the last saved state whole.
- * Collective.
+ * With order-of-units "recorded" this, forebay_save_begin() and forebay_save_end() also work in a step, after
+ * a micro-step's backward pass, which they end: the state is that of the step before, without the gradients
+ * that wait. A rank that calls forebay_abandon() saves nothing within that step. Collective.
  * Errors: on all ranks; the engine goes on: FOREBAY_IO_ERROR; FOREBAY_INVALID_ARGUMENT where another tool
  * wrote the file `latest` there, where that names the state of a model with other parameters, and where
  * another engine of this process saved its state there or loaded it, and this one did not. */

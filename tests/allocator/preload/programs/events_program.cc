@@ -5,9 +5,7 @@
 //   events_program full [1]: fills the device, is refused, waits for SIGTERM if asked to, and frees all
 //   events_program many COUNT: a block that stays, then COUNT short ones
 //   events_program closes COUNT: the same, and in the middle closes all descriptors but the first three
-//   events_program listen [1]: keeps freed memory, and on SIGHUP asks for more; ends on SIGTERM. With 1 the
-//   first
-//     time is in a capture of another stream
+//   events_program listen [1]: keeps freed memory; asks for more on SIGHUP, with 1 in a capture first
 //   events_program chunk: a chunk of the program's own beside a block
 //   events_program refused-free: the driver refuses the free of a block of 8 MiB; then another of 4 MiB
 //   events_program lost: a block of 8 MiB goes with its context; another of 4 MiB gets its address
