@@ -78,12 +78,20 @@ HWY_INLINE BitVector xor_and(BitVector a, BitVector b, BitVector mask) {
 #endif
 }
 
-// The greater of two magnitudes.
+// The greater of two magnitudes, and the smaller one.
 HWY_INLINE FloatVector greater_magnitude(FloatVector a, FloatVector b) {
 #if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3
   return FloatVector{_mm512_range_ps(a.raw, b.raw, 0xB)};
 #else
   return hn::Max(a, hn::Abs(b));
+#endif
+}
+
+HWY_INLINE FloatVector smaller_magnitude(FloatVector a, FloatVector b) {
+#if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3
+  return FloatVector{_mm512_range_ps(a.raw, b.raw, 0xA)};
+#else
+  return hn::Min(a, hn::Abs(b));
 #endif
 }
 
@@ -344,7 +352,7 @@ void store_bfloat16(const float* m, const float* v, std::size_t begin, std::size
 // --- groups ---
 
 // m and v as they are kept in kFloat32. `new_values` gets those of vector k while the roots of others are
-// computed, `meanwhile` is called for each k between the quotients, and `store` last.
+// computed, and `store` comes last.
 struct KeptFloat32 {
   KeptFloat32(const Moments& moments, Rounding)
       : m(static_cast<float*>(moments.m)), v(static_cast<float*>(moments.v)) {}
@@ -357,7 +365,6 @@ struct KeptFloat32 {
     new_m[k] = m_of_k;
     new_v[k] = v_of_k;
   }
-  HWY_INLINE void meanwhile(const Words&, std::size_t) const {}
   HWY_INLINE void store(const Words&, std::size_t i) const {
     FOREBAY_UNROLL
     for (std::size_t k = 0; k < kGroupVectors; ++k) {
@@ -386,7 +393,6 @@ struct KeptBfloat16 {
     new_v[k] = bits_of(v_of_k);
     round_halves<dithered>(dither, new_m[k], new_v[k]);
   }
-  HWY_INLINE void meanwhile(const Words&, std::size_t) const {}
   HWY_INLINE void store(const Words& words, std::size_t i) const {
     FOREBAY_UNROLL
     for (std::size_t k = 0; k < kGroupVectors; k += 2) {
@@ -416,10 +422,8 @@ HWY_INLINE bool update_group(const AdamWVectors& c, const Words& words, const Ad
     kept.new_values(k, m[k], v[k]);
   }
   FOREBAY_UNROLL
-  for (std::size_t k = 0; k < kGroupVectors; ++k) {
+  for (std::size_t k = 0; k < kGroupVectors; ++k)
     p[k] = hn::Div(m[k], hn::Add(divide_finite_by_s2(c, p[k]), c.eps));
-    kept.meanwhile(words, k);
-  }
   float* const master = a.master + start;
   FOREBAY_UNROLL
   for (std::size_t k = 0; k < kGroupVectors; ++k)
@@ -486,53 +490,64 @@ constexpr int kShift = static_cast<int>(definitions::kMomentShift);
 #define FOREBAY_CODES_TO_HALVES 1
 #endif
 
-// A block of codes that is read: m in units of `m_scale`, which is a power of two, and v. NaNs have any
-// payload.
+// A block of codes that is read, a group after the other: m in units of `m_scale`, which is a power of two,
+// and v. NaNs have any payload.
 class BlockReader {
  public:
-  HWY_INLINE BlockReader(const Moments& moments, std::size_t start) {
-    const std::size_t block = start / kMomentBlockCount;
-    read_m(static_cast<const std::uint8_t*>(moments.m) + start, moments.m_exponents[block]);
-    read_v(static_cast<const std::uint8_t*>(moments.v) + start, moments.v_exponents[block]);
+  HWY_INLINE BlockReader(const Moments& moments, std::size_t start)
+      : m_codes_(static_cast<const std::uint8_t*>(moments.m) + start),
+        v_codes_(static_cast<const std::uint8_t*>(moments.v) + start),
+        m_exponent_(definitions::moment_exponent_read(moments.m_exponents[start / kMomentBlockCount])),
+        v_exponent_(definitions::moment_exponent_read(moments.v_exponents[start / kMomentBlockCount])) {}
+
+  HWY_INLINE FloatVector m_scale() const {
+#ifdef FOREBAY_CODES_TO_HALVES
+    const std::uint32_t scale = m_exponent_ << 23;
+#else
+    const std::uint32_t scale = 0x3F800000;
+#endif
+    return from_bits(set_bits(m_exponent_ == kMomentExponentNan ? kCanonicalNanFloat32 : scale));
   }
 
-  HWY_INLINE FloatVector m_scale() const { return m_scale_; }
+  // Then all of v is NaN, and load() gives other values.
+  HWY_INLINE bool has_nan_v() const {
+    return v_exponent_ == kMomentExponentNan;
+  }
 
   // The group from element i of the block on.
   HWY_INLINE void load(const Words& words, std::size_t i, FloatVector (&m)[kGroupVectors],
-                       FloatVector (&v)[kGroupVectors]) const {
-    load_group<kTypeOfM>(words, m_ + i, m);
-    load_group<DataType::kBfloat16>(words, v_ + i, v);
+                       FloatVector (&v)[kGroupVectors]) {
+    read_m(m_codes_ + i);
+    read_v(v_codes_ + i);
+    load_group<kTypeOfM>(words, m_, m);
+    load_group<DataType::kBfloat16>(words, v_, v);
   }
 
  private:
 #ifdef FOREBAY_CODES_TO_HALVES
   static constexpr DataType kTypeOfM = DataType::kFloat16;
 
-  // A code has the digits of an fp16 number: the value is this number times 2^E.
-  HWY_INLINE void read_m(const std::uint8_t* codes, std::uint8_t stored) {
+  // A code has the digits of an fp16 number: the value is this number times 2^E. They are shifted by a
+  // product: only one execution port of an AVX-512 processor shifts.
+  HWY_INLINE void read_m(const std::uint8_t* codes) {
     const hn::RebindToSigned<WordTag> d;
     const hn::Rebind<std::int8_t, WordTag> narrow;
-    // A shift, but by a product: only one execution port of an AVX-512 processor shifts.
-    const auto factor = hidden(set_words(1u << 7));
-    for (std::size_t i = 0; i < kMomentBlockCount; i += hn::Lanes(d)) {
+    FOREBAY_UNROLL
+    for (std::size_t i = 0; i < kGroupCount; i += hn::Lanes(d)) {
       const auto code = hn::PromoteTo(d, hn::LoadU(narrow, reinterpret_cast<const std::int8_t*>(codes) + i));
-      const auto digits = hn::Mul(hn::BitCast(WordTag(), code), factor);
-      hn::Store(hn::And(digits, set_words(0xBF80)), WordTag(), m_ + i);
+      const auto digits = hn::Mul(hn::BitCast(WordTag(), code), m_factor_);
+      hn::Store(hn::And(digits, m_mask_), WordTag(), m_ + i);
     }
-    const std::uint32_t exponent = definitions::moment_exponent_read(stored);
-    m_scale_ = from_bits(set_bits(exponent == kMomentExponentNan ? kCanonicalNanFloat32 : exponent << 23));
   }
 #else
   static constexpr DataType kTypeOfM = DataType::kFloat32;
 
-  HWY_INLINE void read_m(const std::uint8_t* codes, std::uint8_t stored) {
+  HWY_INLINE void read_m(const std::uint8_t* codes) {
     const hn::Rebind<std::uint8_t, FloatTag> narrow;
     const hn::RebindToSigned<FloatTag> di;
-    const std::uint32_t exponent = definitions::moment_exponent_read(stored);
-    const auto unit = from_bits(set_bits((exponent - 17u) << 23));
-    const auto base = set_bits((exponent - 15u) << 23);
-    for (std::size_t i = 0; i < kMomentBlockCount; i += kLanes) {
+    const auto unit = from_bits(set_bits((m_exponent_ - 17u) << 23));
+    const auto base = set_bits((m_exponent_ - 15u) << 23);
+    for (std::size_t i = 0; i < kGroupCount; i += kLanes) {
       const auto code = hn::PromoteTo(BitTag(), hn::LoadU(narrow, codes + i));
       const auto magnitude = hn::And(code, set_bits(0x7F));
       const auto normal = hn::Add(hn::ShiftLeft<kShift>(magnitude), base);
@@ -541,69 +556,71 @@ class BlockReader {
       const auto sign = hn::ShiftLeft<24>(hn::And(code, set_bits(0x80)));
       hn::Store(from_bits(hn::Or(value, sign)), FloatTag(), m_ + i);
     }
-    m_scale_ = exponent == kMomentExponentNan ? from_bits(set_bits(kCanonicalNanFloat32))
-                                              : hn::Set(FloatTag(), 1.0f);
   }
 #endif
 
   // The values are bf16 numbers.
-  HWY_INLINE void read_v(const std::uint8_t* codes, std::uint8_t stored) {
+  HWY_INLINE void read_v(const std::uint8_t* codes) {
     const WordTag d;
     const hn::Rebind<std::uint8_t, WordTag> narrow;
-    const std::uint32_t exponent = definitions::moment_exponent_read(stored);
-    if (HWY_UNLIKELY(exponent == kMomentExponentNan)) {
-      std::fill_n(v_, kMomentBlockCount, kCanonicalNanBfloat16);
-      return;
-    }
-    const auto base = set_words((exponent - 31u) << 7), factor = hidden(set_words(1u << 4));
-    for (std::size_t i = 0; i < kMomentBlockCount; i += hn::Lanes(d)) {
+    FOREBAY_UNROLL
+    for (std::size_t i = 0; i < kGroupCount; i += hn::Lanes(d)) {
       const auto code = hn::PromoteTo(d, hn::LoadU(narrow, codes + i));
-      const auto value = hn::Add(hn::Mul(code, factor), base);
+      const auto value = hn::Add(hn::Mul(code, v_factor_), v_base_);
       hn::Store(hn::IfThenZeroElse(hn::Eq(code, hn::Zero(d)), value), d, v_ + i);
     }
   }
 
-  HWY_ALIGN Storage<kTypeOfM> m_[kMomentBlockCount];
-  HWY_ALIGN std::uint16_t v_[kMomentBlockCount];
-  FloatVector m_scale_;
+  const std::uint8_t *m_codes_, *v_codes_;
+  std::uint32_t m_exponent_, v_exponent_;
+  WordVector m_factor_ = hidden(set_words(1u << 7)), m_mask_ = hidden(set_words(0xBF80));
+  WordVector v_factor_ = hidden(set_words(1u << 4)), v_base_ = set_words((v_exponent_ - 31u) << 7);
+  HWY_ALIGN Storage<kTypeOfM> m_[kGroupCount];
+  HWY_ALIGN std::uint16_t v_[kGroupCount];
 };
 
 void load_block8(const Moments& moments, std::size_t begin, std::size_t end, float* m, float* v) {
   const FloatTag d;
   const Words words;
   for (std::size_t start = begin; start < end; start += kMomentBlockCount) {
-    const BlockReader reader(moments, start);
+    BlockReader reader(moments, start);
     for (std::size_t i = 0; i < kMomentBlockCount; i += kGroupCount) {
       FloatVector group_m[kGroupVectors], group_v[kGroupVectors];
       reader.load(words, i, group_m, group_v);
       for (std::size_t k = 0; k < kGroupVectors; ++k) {
         const std::size_t at = start - begin + i + k * kLanes;
         hn::StoreU(canonical_vector(hn::Mul(group_m[k], reader.m_scale())), d, m + at);
-        hn::StoreU(canonical_vector(group_v[k]), d, v + at);
+        hn::StoreU(group_v[k], d, v + at);
       }
     }
+    if (reader.has_nan_v())
+      std::fill_n(v + (start - begin), kMomentBlockCount, float_from_bits(kCanonicalNanFloat32));
   }
 }
 
-// The greatest m and v of a block, and the least v.
+// The greatest and the least m and v of a block, without signs.
 struct BlockRange {
   // Not implicit: that one would be compiled for another instruction set.
   HWY_INLINE BlockRange()
-      : greatest_m(hn::Zero(FloatTag())), greatest_v(greatest_m), least_v(hn::Inf(FloatTag())) {}
+      : greatest_m(hn::Zero(FloatTag())),
+        greatest_v(greatest_m),
+        least_m(hn::Inf(FloatTag())),
+        least_v(least_m) {}
   // Neither is a NaN, nor v negative.
   HWY_INLINE void add(FloatVector m, FloatVector v) {
     greatest_m = greater_magnitude(greatest_m, m);
     greatest_v = hn::Max(greatest_v, v);
+    least_m = smaller_magnitude(least_m, m);
     least_v = hn::Min(least_v, v);
   }
 
-  FloatVector greatest_m, greatest_v, least_v;
+  FloatVector greatest_m, greatest_v, least_m, least_v;
 };
 
-// New m and v of a block, canonical. They wait in the first cache level until their range is known.
+// New m and v of a block, canonical, in the first cache level.
 struct NewBlock {
   HWY_INLINE NewBlock() {}
-  // The range of any values. They are taken as ones with v that are zero.
+  // The range of any values. They are taken as ones of which some are zero.
   void measure() {
     const FloatTag d;
     auto of_m = hn::Zero(BitTag()), of_v = of_m;
@@ -613,7 +630,7 @@ struct NewBlock {
     }
     range.greatest_m = from_bits(of_m);
     range.greatest_v = from_bits(of_v);
-    range.least_v = hn::Zero(d);
+    range.least_m = range.least_v = hn::Zero(d);
   }
 
   HWY_ALIGN float m[kMomentBlockCount] = {};
@@ -643,71 +660,76 @@ HWY_INLINE hn::Vec<ByteTag> in_order(hn::Vec<ByteTag> bytes) {
   return hn::BitCast(ByteTag(), lanes);
 }
 
-// From the values of a block to its codes, in groups: `hash` and `round` each vector k, at element i, and
-// `write` the group.
+// From the values of a block to its codes: `round` each vector, at element i, then `write` each group, and
+// `end`.
 template <bool dithered>
 class BlockEncoder {
  public:
-  // Writes the block's exponents.
-  HWY_INLINE BlockEncoder(const NewBlock& block, const Moments& moments, std::size_t start,
-                          const Dither& dither)
+  HWY_INLINE BlockEncoder(NewBlock& block, const Moments& moments, std::size_t start, const Dither& dither)
       : block_(block),
         m_codes_(static_cast<std::uint8_t*>(moments.m) + start),
         v_codes_(static_cast<std::uint8_t*>(moments.v) + start),
+        m_exponent_(exponent_of(block.range.greatest_m)),
+        v_exponent_(exponent_of(block.range.greatest_v)),
         dither_(dither) {
-    const std::uint32_t of_m = exponent_of(block.range.greatest_m),
-                        of_v = exponent_of(block.range.greatest_v);
-    moments.m_exponents[start / kMomentBlockCount] = static_cast<std::uint8_t>(of_m);
-    moments.v_exponents[start / kMomentBlockCount] = static_cast<std::uint8_t>(of_v);
-    half_least_normal_ = from_bits(set_bits((of_m - 15u) << 23));
-    m_base_ = set_words((of_m - 15u) << 7);
-    v_base_ = set_words((of_v - 31u) << 7);
-    const std::uint32_t least = ((of_v - 31u) << 23) + (1u << kShift);
-    v_least_ = set_bits(least);
+    half_least_normal_ = from_bits(set_bits((m_exponent_ - 15u) << 23));
+    const auto least_normal = from_bits(set_bits((m_exponent_ - 14u) << 23));
+    m_base_ = set_words((m_exponent_ - 15u) << 7);
+    v_base_ = set_words((v_exponent_ - 31u) << 7);
+    v_least_ = set_bits(((v_exponent_ - 31u) << 23) + (1u << kShift));
+    has_small_m_ = !hn::AllTrue(FloatTag(), hn::Ge(block.range.least_m, least_normal));
     has_small_v_ = !hn::AllTrue(FloatTag(), hn::Ge(block.range.least_v, from_bits(v_least_)));
   }
 
-  HWY_INLINE void hash(std::size_t k, std::size_t i) {
-    if constexpr (dithered) {
-      const BitTag d;
-      const auto hash = dither_(hn::Load(d, reinterpret_cast<const std::uint32_t*>(block_.m) + i),
-                                hn::Load(d, reinterpret_cast<const std::uint32_t*>(block_.v) + i));
-      for_m_[k] = hn::ShiftRight<12>(hn::Xor(hash.h, hash.shifted));
-      for_v_[k] = dither_.of_v(hash);
-    }
-  }
-
-  // Below the least normal number the addition rounds m to its digits; above, its result is smaller than m.
-  HWY_INLINE void round(std::size_t k, std::size_t i) {
+  // In place. Then the bits from kShift on are the code and the base that is taken off, and bit 31 is the
+  // sign.
+  HWY_INLINE void round(std::size_t i) {
     const FloatTag d;
-    m_[k] = rounded(digits_of(hn::Load(d, block_.m + i)), for_m_[k]);
-    v_[k] = rounded(bits_of(hn::Load(d, block_.v + i)), for_v_[k]);
+    const auto m = hn::Load(d, block_.m + i), v = hn::Load(d, block_.v + i);
+    auto kept_m = bits_of(m), kept_v = bits_of(v);
+    if (HWY_UNLIKELY(has_small_m_)) kept_m = digits_of(m);
+    if constexpr (dithered) {
+      const auto hash = dither_(bits_of(m), bits_of(v));
+      kept_m = hn::Add(kept_m, hn::ShiftRight<12>(hn::Xor(hash.h, hash.shifted)));
+      kept_v = hn::Add(kept_v, dither_.of_v(hash));
+    } else {
+      kept_m = round_upper<kShift>(BitTag(), kept_m);
+      kept_v = round_upper<kShift>(BitTag(), kept_v);
+    }
+    if (HWY_UNLIKELY(has_small_v_)) {
+      kept_v = hn::Max(hn::And(kept_v, set_bits(0x7FFFFFFF)), v_least_);
+      const auto zero = hn::Sub(v_least_, set_bits(1u << kShift));
+      kept_v = hn::IfThenElse(hn::Eq(bits_of(hn::Abs(v)), hn::Zero(BitTag())), zero, kept_v);
+    }
+    hn::Store(from_bits(kept_m), d, block_.m + i);
+    hn::Store(from_bits(kept_v), d, block_.v + i);
   }
 
-  // In m_ and v_ the bits from kShift on are the code and the base that is taken off, and bit 31 is the sign.
   HWY_INLINE void write(const Words& words, std::size_t i) {
-    if (HWY_UNLIKELY(has_small_v_)) {
-      FOREBAY_UNROLL
-      for (std::size_t k = 0; k < kGroupVectors; ++k) {
-        const auto old = bits_of(hn::Abs(hn::Load(FloatTag(), block_.v + i + k * kLanes)));
-        const auto kept = hn::Max(hn::And(v_[k], set_bits(0x7FFFFFFF)), v_least_);
-        const auto zero = hn::Sub(v_least_, set_bits(1u << kShift));
-        v_[k] = hn::IfThenElse(hn::Eq(old, hn::Zero(BitTag())), zero, kept);
-      }
-    }
-    const ByteTag bytes;
+    const ByteTag d;
     WordVector of_m[2], of_v[2];
     FOREBAY_UNROLL
     for (std::size_t k = 0; k < 2; ++k) {
-      const auto m = hn::Sub(words.upper_words(m_[k], m_[k + 2]), m_base_);
+      const auto m = hn::Sub(upper_words(words, block_.m + i + k * kLanes), m_base_);
       of_m[k] = words.with_sign(hn::Mul(m, sixteen_), m);
-      of_v[k] = hn::Mul(hn::Sub(words.upper_words(v_[k], v_[k + 2]), v_base_), sixteen_);
+      of_v[k] = hn::Mul(hn::Sub(upper_words(words, block_.v + i + k * kLanes), v_base_), sixteen_);
     }
-    hn::StoreU(in_order(words.upper_bytes(of_m[0], of_m[1])), bytes, m_codes_ + i);
-    hn::StoreU(in_order(words.upper_bytes(of_v[0], of_v[1])), bytes, v_codes_ + i);
+    hn::StoreU(in_order(words.upper_bytes(of_m[0], of_m[1])), d, m_codes_ + i);
+    hn::StoreU(in_order(words.upper_bytes(of_v[0], of_v[1])), d, v_codes_ + i);
+  }
+
+  // Writes the exponents. A block that is NaN has codes of 0.
+  HWY_INLINE void end(const Moments& moments, std::size_t start) const {
+    moments.m_exponents[start / kMomentBlockCount] = static_cast<std::uint8_t>(m_exponent_);
+    moments.v_exponents[start / kMomentBlockCount] = static_cast<std::uint8_t>(v_exponent_);
+    if (HWY_UNLIKELY(m_exponent_ == kMomentExponentNan))
+      std::fill_n(m_codes_, kMomentBlockCount, std::uint8_t{0});
+    if (HWY_UNLIKELY(v_exponent_ == kMomentExponentNan))
+      std::fill_n(v_codes_, kMomentBlockCount, std::uint8_t{0});
   }
 
  private:
+  // Below the least normal number the addition rounds m to its digits; above, its result is smaller than m.
   HWY_INLINE BitVector digits_of(FloatVector m) const {
     const auto half = hn::Set(FloatTag(), 0.5f);
     const auto sign = set_bits(0x80000000);
@@ -722,112 +744,45 @@ class BlockEncoder {
 #endif
   }
 
-  static HWY_INLINE BitVector rounded(BitVector bits, BitVector random) {
-    if constexpr (dithered) return hn::Add(bits, random);
-    return round_upper<kShift>(BitTag(), bits);
+  // Those of the vector here and of the second one after it.
+  static HWY_INLINE WordVector upper_words(const Words& words, const float* bits) {
+    const FloatTag d;
+    return words.upper_words(bits_of(hn::Load(d, bits)), bits_of(hn::Load(d, bits + 2 * kLanes)));
   }
 
-  const NewBlock& block_;
-  std::uint8_t* m_codes_;
-  std::uint8_t* v_codes_;
-  bool has_small_v_;
+  NewBlock& block_;
+  std::uint8_t *m_codes_, *v_codes_;
+  std::uint32_t m_exponent_, v_exponent_;
+  bool has_small_m_, has_small_v_;
   Dither dither_;
   BitVector v_least_;
   WordVector sixteen_ = hidden(set_words(16));
   FloatVector half_least_normal_;
   WordVector m_base_, v_base_;
-  BitVector for_m_[kGroupVectors], for_v_[kGroupVectors];
-  BitVector m_[kGroupVectors], v_[kGroupVectors];
 };
-
-// After the last group: a block that is NaN has codes of 0.
-HWY_INLINE void end_codes(const Moments& moments, std::size_t start) {
-  const std::size_t block = start / kMomentBlockCount;
-  if (HWY_UNLIKELY(moments.m_exponents[block] == kMomentExponentNan))
-    std::fill_n(static_cast<std::uint8_t*>(moments.m) + start, kMomentBlockCount, std::uint8_t{0});
-  if (HWY_UNLIKELY(moments.v_exponents[block] == kMomentExponentNan))
-    std::fill_n(static_cast<std::uint8_t*>(moments.v) + start, kMomentBlockCount, std::uint8_t{0});
-}
-
-template <bool dithered>
-void encode(const NewBlock& block, const Moments& moments, std::size_t start, Rounding rounding) {
-  const Words words;
-  BlockEncoder<dithered> encoder(block, moments, start, Dither(rounding.seed, 0xFFFFF));
-  for (std::size_t i = 0; i < kMomentBlockCount; i += kGroupCount) {
-    FOREBAY_UNROLL
-    for (std::size_t k = 0; k < kGroupVectors; ++k) encoder.hash(k, i + k * kLanes);
-    FOREBAY_UNROLL
-    for (std::size_t k = 0; k < kGroupVectors; ++k) encoder.round(k, i + k * kLanes);
-    encoder.write(words, i);
-  }
-  end_codes(moments, start);
-}
 
 template <bool dithered>
 void store_block8(const float* m, const float* v, std::size_t begin, std::size_t end, const Moments& moments,
                   Rounding rounding) {
   const FloatTag d;
+  const Words words;
+  const Dither dither(rounding.seed, 0xFFFFF);
+  NewBlock block;
   for (std::size_t start = begin; start < end; start += kMomentBlockCount) {
-    NewBlock block;
     for (std::size_t i = 0; i < kMomentBlockCount; i += hn::Lanes(d)) {
       const std::size_t at = start - begin + i;
       hn::Store(canonical_vector(hn::LoadU(d, m + at)), d, block.m + i);
       hn::Store(canonical_vector(hn::LoadU(d, v + at)), d, block.v + i);
     }
     block.measure();
-    encode<dithered>(block, moments, start, rounding);
+    BlockEncoder<dithered> encoder(block, moments, start, dither);
+    for (std::size_t i = 0; i < kMomentBlockCount; i += kLanes) encoder.round(i);
+    for (std::size_t i = 0; i < kMomentBlockCount; i += kGroupCount) encoder.write(words, i);
+    encoder.end(moments, start);
   }
 }
 
-// The block from element `first` on while it is updated, and the preceding one while its codes are made, so
-// that the processor waits for neither.
-template <bool dithered>
-struct KeptBlock8 {
-  HWY_INLINE KeptBlock8(const BlockReader& codes, NewBlock& new_block, BlockEncoder<dithered>& encoder,
-                        std::size_t start)
-      : reader(codes), block(new_block), preceding(encoder), first(start) {}
-  HWY_INLINE void load(const Words& words, std::size_t at, FloatVector (&m)[kGroupVectors],
-                       FloatVector (&v)[kGroupVectors]) {
-    i = at - first;
-    reader.load(words, i, m, v);
-  }
-  HWY_INLINE void new_values(std::size_t k, FloatVector m, FloatVector v) {
-    range.add(m, v);
-    hn::Store(m, FloatTag(), block.m + i + k * kLanes);
-    hn::Store(v, FloatTag(), block.v + i + k * kLanes);
-    preceding.hash(k, i + k * kLanes);
-  }
-  HWY_INLINE void meanwhile(const Words& words, std::size_t k) {
-    preceding.round(k, i + k * kLanes);
-    if (k == kGroupVectors - 1) preceding.write(words, i);
-  }
-  HWY_INLINE void store(const Words&, std::size_t) const {}
-
-  const BlockReader& reader;
-  NewBlock& block;
-  BlockEncoder<dithered>& preceding;
-  BlockRange range;
-  std::size_t first;
-  std::size_t i = 0;  // The group's first element in its block.
-};
-
-// A group of any values, to its block.
-HWY_NOINLINE void update_any_group(const AdamWArguments& a, const BlockReader& reader, NewBlock& block,
-                                   std::size_t first, std::size_t i) {
-  const FloatTag d;
-  FloatVector m[kGroupVectors], v[kGroupVectors];
-  reader.load(Words(), i, m, v);
-  for (std::size_t k = 0; k < kGroupVectors; ++k) {
-    hn::Store(hn::Mul(m[k], reader.m_scale()), d, block.m + i + k * kLanes);
-    hn::Store(v[k], d, block.v + i + k * kLanes);
-  }
-  AdamWArguments group = from_element(a, first + i);
-  group.m = block.m + i;
-  group.v = block.v + i;
-  simd_kernels().adamw(group, 0, kGroupCount);
-}
-
-// The constants of update_block(), made once.
+// The constants of an update, made once.
 struct BlockConstants {
   BlockConstants(const AdamWArguments& a, Rounding rounding)
       : update(constants_of(a)), dither(rounding.seed, 0xFFFFF) {}
@@ -836,78 +791,113 @@ struct BlockConstants {
   Dither dither;
 };
 
-// Where a block is kept, and its new values.
-struct BlockPlace {
-  Moments moments;
-  std::size_t start;
-  NewBlock* block;
-};
+// A block is updated in three loops. The root occupies the divider of the first one and the quotient that of
+// the second, so each loop has other work to do meanwhile, and no vector waits for another.
 
-// Updates a block from element `begin` on until a group has other values, and returns that group's first
-// element.
-template <DataType gradient_type, DataType parameter_type, bool has_parameter, bool dithered>
-HWY_NOINLINE std::size_t update_block(const AdamWArguments& a, std::size_t begin,
-                                      const BlockConstants& shared,
-                                      const ParameterWriter<parameter_type>& writer,
-                                      const BlockReader& reader, const BlockPlace& place,
-                                      const BlockPlace& preceding) {
-  // Copies, which no store can change.
-  AdamWVectors c = shared.update;
-  const Words words = shared.words;
-  const ParameterWriter<parameter_type> parameter = writer;
-  const auto* const gradient = static_cast<const Storage<gradient_type>*>(a.gradient);
-  const auto* const m_codes = static_cast<const std::uint8_t*>(place.moments.m);
-  const auto* const v_codes = static_cast<const std::uint8_t*>(place.moments.v);
+// The first: new m and v, and the roots of v.
+template <DataType gradient_type>
+HWY_NOINLINE void compute_moments(const AdamWArguments& a, const BlockConstants& constants,
+                                  const Moments& moments, std::size_t start, NewBlock& block,
+                                  float* HWY_RESTRICT roots) {
+  const FloatTag d;
+  AdamWVectors c = constants.update;  // Copies, which no store can change.
+  const Words words = constants.words;
+  const auto* const gradient = static_cast<const Storage<gradient_type>*>(a.gradient) + start;
+  const auto* const m_codes = static_cast<const std::uint8_t*>(moments.m) + start;
+  const auto* const v_codes = static_cast<const std::uint8_t*>(moments.v) + start;
+  BlockReader reader(moments, start);
   // The scale of m goes into beta1, which is exact: see can_update_block8().
   c.beta1 = hn::Mul(c.beta1, reader.m_scale());
-  BlockEncoder<dithered> encoder(*preceding.block, preceding.moments, preceding.start, shared.dither);
-  KeptBlock8<dithered> kept(reader, *place.block, encoder, place.start);
-  const std::size_t end = place.start + kMomentBlockCount;
-  for (std::size_t at = begin; at < end; at += kGroupCount) {
-    if (kGroupCount == kTurnCount || at % kTurnCount == 0) {
-      prefetch_turn(gradient + at);
-      prefetch_turn(a.master + at);
-      prefetch_turn(m_codes + at);
-      prefetch_turn(v_codes + at);
+  BlockRange range;
+  for (std::size_t i = 0; i < kMomentBlockCount; i += kGroupCount) {
+    if (kGroupCount == kTurnCount || i % kTurnCount == 0) {
+      prefetch_turn(gradient + i);
+      prefetch_turn(a.master + start + i);
+      prefetch_turn(m_codes + i);
+      prefetch_turn(v_codes + i);
     }
-    if (!update_group<gradient_type, parameter_type, has_parameter>(c, words, a, at, kept, parameter))
-      return at;
+    FloatVector g[kGroupVectors], m[kGroupVectors], v[kGroupVectors];
+    load_group<gradient_type>(words, gradient + i, g);
+    reader.load(words, i, m, v);
+    FOREBAY_UNROLL
+    for (std::size_t k = 0; k < kGroupVectors; ++k) {
+      const std::size_t at = i + k * kLanes;
+      adamw_moments(c, g[k], m[k], v[k]);
+      range.add(m[k], v[k]);
+      hn::Store(m[k], d, block.m + at);
+      hn::Store(v[k], d, block.v + at);
+      hn::Store(hn::Sqrt(v[k]), d, roots + at);
+    }
   }
-  place.block->range = kept.range;
-  return end;
+  block.range = range;
+}
+
+// The second: roots become quotients, and m and v are rounded. False where a quotient is a NaN, as with a NaN
+// in m or v or an infinite root; then the block is computed otherwise, since nothing has been written.
+template <bool dithered>
+HWY_NOINLINE bool compute_quotients(const BlockConstants& constants, const NewBlock& block,
+                                    BlockEncoder<dithered>& encoder, float* HWY_RESTRICT roots) {
+  const FloatTag d;
+  const AdamWVectors c = constants.update;
+  BlockEncoder<dithered> rounding = encoder;
+  auto sum = hn::Zero(d);
+  for (std::size_t i = 0; i < kMomentBlockCount; i += kLanes) {
+    const auto root = divide_finite_by_s2(c, hn::Load(d, roots + i));
+    const auto quotient = hn::Div(hn::Load(d, block.m + i), hn::Add(root, c.eps));
+    sum = hn::Add(sum, quotient);
+    hn::Store(quotient, d, roots + i);
+    rounding.round(i);
+  }
+  return hn::AllFalse(d, hn::IsNaN(sum));
+}
+
+// The third: the master, the parameter and the codes.
+template <DataType parameter_type, bool has_parameter, bool dithered>
+HWY_NOINLINE void write_block(const AdamWArguments& a, const BlockConstants& constants, std::size_t start,
+                              const float* HWY_RESTRICT quotients, BlockEncoder<dithered>& block_encoder,
+                              const ParameterWriter<parameter_type>& writer) {
+  const FloatTag d;
+  const AdamWVectors c = constants.update;
+  const Words words = constants.words;
+  const ParameterWriter<parameter_type> parameter = writer;
+  BlockEncoder<dithered> encoder = block_encoder;
+  for (std::size_t i = 0; i < kMomentBlockCount; i += kGroupCount) {
+    float* const master = a.master + start + i;
+    FloatVector p[kGroupVectors];
+    FOREBAY_UNROLL
+    for (std::size_t k = 0; k < kGroupVectors; ++k)
+      p[k] = adamw_parameter(c, hn::Load(d, quotients + i + k * kLanes), hn::LoadU(d, master + k * kLanes));
+    const auto sum = hn::Add(hn::Add(p[0], p[1]), hn::Add(p[2], p[3]));
+    if (HWY_UNLIKELY(!hn::AllFalse(d, hn::IsNaN(sum)))) {
+      FOREBAY_UNROLL
+      for (std::size_t k = 0; k < kGroupVectors; ++k) p[k] = canonical_vector(p[k]);
+    }
+    encoder.write(words, i);
+    FOREBAY_UNROLL
+    for (std::size_t k = 0; k < kGroupVectors; ++k) hn::StoreU(p[k], d, master + k * kLanes);
+    if constexpr (has_parameter) parameter.write(words, p, start + i);
+  }
 }
 
 template <DataType gradient_type, DataType parameter_type, bool has_parameter, bool dithered>
 void update_block8(const HostAdamArguments& arguments, std::size_t begin, std::size_t end,
                    Rounding rounding) {
-  if (begin == end) return;
   const AdamWArguments& a = arguments.update;
+  const Moments& moments = arguments.moments;
   const BlockConstants constants(a, rounding);
   const ParameterWriter<parameter_type> parameter(a, begin);
-  // Before the first block comes one that is written nowhere.
-  std::uint8_t nowhere[2 * kMomentBlockCount + 2];
-  NewBlock blocks[2];
-  BlockPlace preceding = {{MomentFormat::kBlock8, nowhere, nowhere + kMomentBlockCount,
-                           nowhere + 2 * kMomentBlockCount, nowhere + 2 * kMomentBlockCount + 1},
-                          0,
-                          &blocks[1]};
+  NewBlock block;
+  HWY_ALIGN float roots[kMomentBlockCount];
   for (std::size_t start = begin; start < end; start += kMomentBlockCount) {
-    const BlockPlace place = {arguments.moments, start, preceding.block == blocks ? &blocks[1] : &blocks[0]};
-    const BlockReader reader(arguments.moments, start);
-    bool has_others = false;
-    for (std::size_t at = start;;) {
-      at = update_block<gradient_type, parameter_type, has_parameter, dithered>(a, at, constants, parameter,
-                                                                                reader, place, preceding);
-      if (at == start + kMomentBlockCount) break;
-      update_any_group(a, reader, *place.block, start, at - start);
-      at += kGroupCount;
-      has_others = true;
+    compute_moments<gradient_type>(a, constants, moments, start, block, roots);
+    BlockEncoder<dithered> encoder(block, moments, start, constants.dither);
+    if (!BlockReader(moments, start).has_nan_v() && compute_quotients(constants, block, encoder, roots)) {
+      write_block<parameter_type, has_parameter>(a, constants, start, roots, encoder, parameter);
+      encoder.end(moments, start);
+    } else {
+      update_rest(arguments, start, start + kMomentBlockCount, rounding);
     }
-    if (HWY_UNLIKELY(has_others)) place.block->measure();
-    end_codes(preceding.moments, preceding.start);
-    preceding = place;
   }
-  encode<dithered>(*preceding.block, preceding.moments, preceding.start, rounding);
 }
 
 // Whether the product of beta1 and a block's scale, 2^-95 to 2^127, is exact, and no new v is negative.
