@@ -18,6 +18,10 @@ namespace {
 // name later.
 constexpr std::chrono::milliseconds kLook{10};
 
+// How long a file of another rank may be unseen when it is there, as on a network file system. Longer: other
+// ranks reach their deadline before they learn that it was removed.
+constexpr std::chrono::milliseconds kUnseen{2'000};
+
 // The least claim to a processor that Linux knows.
 constexpr int kNiceness = 19;
 
@@ -84,6 +88,7 @@ Status BackgroundSave::wait_for_file() {
 
 Status BackgroundSave::wait() {
   std::unique_lock lock(mutex_);
+  files_there_ = std::chrono::steady_clock::now();
   changed_.wait(lock, [&] { return state_.has_value(); });
   return *state_;
 }
@@ -129,14 +134,21 @@ void BackgroundSave::run() {
 }
 
 void BackgroundSave::publish() {
-  const StateDirectory temporary = directory_->subdirectory(temporary_state(job_.name));
   for (int r = 0; r < job_.ranks; ++r) {
     const std::string file = state_file_name(r, job_.ranks);
-    while (!temporary.has(file)) {
+    for (;;) {
+      // Opened again each time: a network file system then looks anew, and a directory that is gone is an error.
+      const StateDirectory temporary = directory_->subdirectory(temporary_state(job_.name));
+      if (temporary.has(file)) break;
       std::unique_lock lock(mutex_);
       if (changed_.wait_for(lock, kLook, [&] { return gave_up_; })) {
         throw Error(StatusCode::kIoError, "rank " + std::to_string(r) + " wrote no file in " +
                                               temporary.path() + "; see the error of that rank");
+      }
+      if (files_there_ && std::chrono::steady_clock::now() - *files_there_ > kUnseen) {
+        throw Error(StatusCode::kIoError, temporary.path() + "/" + file +
+                                              " is gone: something removed it while the state was being saved; "
+                                              "save again, and keep other programs out of that directory");
       }
     }
   }

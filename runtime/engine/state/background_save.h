@@ -50,7 +50,8 @@ class BackgroundSave {
 
   // Waits for this rank's file.
   Status wait_for_file();
-  // Waits for the end: on rank 0, for the state. Requires: all ranks have their files.
+  // Waits for the end: on rank 0, for the state. Requires: all ranks have their files, so one that is missing
+  // has been removed, and is an error.
   Status wait();
   // Rank 0 waits no longer for files of other ranks.
   void give_up();
@@ -71,6 +72,7 @@ class BackgroundSave {
   std::optional<Status> file_;   // This rank's, when it is there.
   std::optional<Status> state_;  // When the thread has ended.
   bool gave_up_ = false;
+  std::optional<std::chrono::steady_clock::time_point> files_there_;  // Since then all ranks have their files.
   bool told_ = false;  // The caller was told how the save went.
   std::thread thread_;
 };

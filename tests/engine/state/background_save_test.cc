@@ -300,6 +300,30 @@ TEST_F(BackgroundSave, WhatAFailedSaveLeftIsRemovedWhenAllRanksKnow) {
   EXPECT_NO_THROW(internal::StateLock(directory, true));
 }
 
+TEST_F(BackgroundSave, AFileThatIsRemovedBeforeTheStateHasItsNameIsAnError) {
+  const internal::StateDirectory directory(directory_);
+  for (const bool whole : {false, true}) {
+    const std::string name = internal::temporary_state("step-000000000001");
+    directory.make_subdirectory(name);
+    internal::BackgroundSaveJob job;
+    job.directory = directory_;
+    job.name = "step-000000000001";
+    job.ranks = 3;
+    job.lock = std::make_unique<internal::StateLock>(directory, true);
+    job.copied = [] { return Status(); };
+    job.write = [](internal::StateFile) {};
+    internal::BackgroundSave save(std::move(job));
+    ASSERT_TRUE(save.wait_for_file().ok());
+    // Those of ranks 1 and 2 were there.
+    if (whole) fs::remove_all(place(name));
+    const Status status = save.wait();
+    EXPECT_EQ(status.code(), StatusCode::kIoError);
+    EXPECT_NE(status.message().find(whole ? name : "rank-1-of-3.safetensors is gone"), std::string::npos)
+        << status.message();
+    if (!whole) directory.remove(name);
+  }
+}
+
 // The object may live on, up to the next save of its engine.
 TEST_F(BackgroundSave, OthersMaySaveThereOnceTheStateHasItsName) {
   const internal::StateDirectory directory(directory_);
