@@ -209,6 +209,7 @@ FUNCTIONS: Dict[str, str] = {
     "engine_number": "hsU",
     "engine_destroy": "-:h",
     "engine_set": "hiiipuu",
+    "engine_set_changed": "hiiipuu",
     "engine_get": "hiiipuu",
     "engine_visit": "hfp",
     "engine_digest": "hp",

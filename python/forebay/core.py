@@ -459,9 +459,13 @@ class Engine(_Numbered):
         """The address of a parameter in the engine's dtype. It never changes."""
         return result(library().engine_address, ctypes.c_void_p, self, unit, index)
 
-    def set(self, unit: int, index: int, dtype: str, values: int, count: int, first: int = 0) -> None:
-        """Sets elements of a parameter from host memory at `values`; all ranks give the same."""
-        library().engine_set(self, unit, index, DTYPES[dtype], values, first, count)
+    def set(self, unit: int, index: int, dtype: str, values: int, count: int, first: int = 0, changed: bool = False) -> None:
+        """Sets elements of a parameter from host memory at `values`; all ranks give the same.
+
+        `changed`: the values were read in the engine's dtype and changed, and an element that has its value already keeps its master.
+        """
+        call = library().engine_set_changed if changed else library().engine_set
+        call(self, unit, index, DTYPES[dtype], values, first, count)
 
     def get(self, unit: int, index: int, dtype: str, values: int, count: int, first: int = 0) -> None:
         """Reads elements of a parameter's master into host memory at `values`. Collective."""

@@ -249,6 +249,17 @@ void set_value(const Rows& rows, Target& target, const char* name, double value)
          (nearest.empty() ? "use one of " + list : "did you mean " + nearest + "?"));
 }
 
+void set_values(forebay_engine* engine, std::int32_t unit, std::int32_t index, std::int32_t dtype,
+                const void* values, std::uint64_t first, std::uint64_t count,
+                void (Engine::*set)(ParameterId, std::uint64_t, Span<const float>)) {
+  const DataType type = data_type(dtype);
+  const auto held = hold(engine);
+  Engine& trained = committed(*held);
+  const ParameterId id = resolve(*held, unit, index);
+  check_part(first, count, count_of(*held, id));
+  if (count > 0) (trained.*set)(id, first, widen(type, values, count));
+}
+
 }  // namespace
 
 // --- description ---
@@ -479,12 +490,16 @@ std::int32_t forebay_engine_set(forebay_engine* engine, std::int32_t unit, std::
                                 std::uint64_t count) {
   return guarded(__func__, [&] {
     FOREBAY_REQUIRE(values);
-    const DataType type = data_type(dtype);
-    const auto held = hold(engine);
-    Engine& trained = committed(*held);
-    const ParameterId id = resolve(*held, unit, index);
-    check_part(first, count, count_of(*held, id));
-    if (count > 0) trained.set_parameter_part(id, first, widen(type, values, count));
+    set_values(engine, unit, index, dtype, values, first, count, &Engine::set_parameter_part);
+  });
+}
+
+std::int32_t forebay_engine_set_changed(forebay_engine* engine, std::int32_t unit, std::int32_t index,
+                                        std::int32_t dtype, const void* values, std::uint64_t first,
+                                        std::uint64_t count) {
+  return guarded(__func__, [&] {
+    FOREBAY_REQUIRE(values);
+    set_values(engine, unit, index, dtype, values, first, count, &Engine::set_changed_part);
   });
 }
 

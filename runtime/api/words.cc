@@ -45,6 +45,7 @@ constexpr Pair kCalls[] = {
     {"save_state", "forebay_save"},
     {"save_state_begin", "forebay_save_begin"},
     {"save_state_end", "forebay_save_end"},
+    {"set_changed_part", "forebay_engine_set_changed"},
     {"set_parameter", "forebay_engine_set"},
     {"set_parameter_part", "forebay_engine_set"},
     {"shard_digest", "forebay_engine_shard_digest"},

@@ -260,7 +260,13 @@ struct Engine::Impl : StepContext {
   // All ranks' slices of `bytes` each, in rank order.
   std::vector<std::byte> all_slices(
       std::uint64_t bytes, const std::function<void(std::uint64_t offset, std::span<std::byte> piece)>& mine);
-  void set_parameter(ParameterId parameter, std::uint64_t first, Span<const float> values);
+  // `keeps_equal`: the rule of set_changed_part().
+  void set_parameter(ParameterId parameter, std::uint64_t first, Span<const float> values, bool keeps_equal);
+  // set_parameter() for those that callers give, which all ranks compare.
+  void set_given(const char* call, ParameterId parameter, std::uint64_t first, Span<const float> values,
+                 bool keeps_equal);
+  // The master and the moving average of updated elements from `first` on.
+  void set_master(int unit, std::uint64_t first, std::span<const float> values, bool keeps_equal);
   // All ranks' elements of a state.
   std::vector<float> unit_states(int unit, StateField field);
   std::vector<float> unit_frozen(int unit);

@@ -1042,6 +1042,48 @@ TEST_F(SavedState, GoesOnAfterASaveThatFailed) {
   EXPECT_FALSE(std::filesystem::exists(directory_ + "/step-000000000000"));
 }
 
+// As where a program reads the weights in the engine's dtype, changes a few and gives all back.
+TEST(Engine, ElementsThatAreGivenUnchangedKeepTheirMasterAndAverage) {
+  for (int stage = 0; stage < 4; ++stage) {
+    for (const DataType dtype : {DataType::kFloat32, DataType::kBfloat16}) {
+      for (const bool has_masters : {true, false}) {
+        if (dtype == DataType::kFloat32 && !has_masters) continue;
+        const std::string trace = "stage " + std::to_string(stage) + (has_masters ? "" : " without masters");
+        run_ranks(3, {}, [&](Rank& rank) {
+          ToyOptions options = options_for(stage, dtype, 3);
+          options.engine.ema = 0.5;
+          options.engine.master_weights = has_masters;
+          ToyTrainer trainer(options, rank);
+          trainer.initialize();
+          for (int step = 0; step < 2; ++step) static_cast<void>(trainer.step(step));
+          Engine& engine = trainer.engine();
+          const ParameterId id{0, 0};
+          const std::vector<float> masters = engine.get_parameter(id), averages = engine.get_average(id);
+          std::vector<float> given = masters;
+          if (dtype == DataType::kBfloat16)
+            for (float& value : given) value = bfloat16_to_float(float_to_bfloat16(value));
+          engine.set_changed_part(id, 0, given);
+          EXPECT_TRUE(engine.get_parameter(id) == masters) << trace;
+          EXPECT_TRUE(engine.get_average(id) == averages) << trace;
+
+          const std::size_t changed = given.size() / 2;
+          given[changed] = 3;
+          engine.set_changed_part(id, 1, Span<const float>(given).subspan(1));
+          std::vector<float> expected = masters, expected_averages = averages;
+          expected[changed] = expected_averages[changed] = 3;
+          EXPECT_TRUE(engine.get_parameter(id) == expected) << trace;
+          EXPECT_TRUE(engine.get_average(id) == expected_averages) << trace;
+          EXPECT_FALSE(trainer.step(2).skipped);
+
+          engine.set_parameter(id, given);
+          EXPECT_TRUE(engine.get_parameter(id) == given) << trace;
+          EXPECT_TRUE(engine.get_average(id) == given) << trace;
+        });
+      }
+    }
+  }
+}
+
 TEST(Engine, PlacesManySmallUnits) {
   for (int stage = 0; stage < 4; ++stage) {
     ToyOptions options = options_for(stage, DataType::kBfloat16, 2);

@@ -439,6 +439,7 @@ class Sharded:
         self.collected: Optional[Dict[nn.Parameter, torch.Tensor]] = None  # Values for state_dict() on this rank alone.
         self.pass_has_gradients = True  # Whether the model's latest forward pass began with gradients enabled.
         self.writing = False  # Within gathered(write=True).
+        self.loaded: Set[nn.Parameter] = set()  # Those that load_state_dict() and load() gave values within that.
         self.guard: Optional[guard.Guard] = None
         self.families = self._families()
         for p in self.parameters:
@@ -504,7 +505,7 @@ class Sharded:
         if written is not None:
             raise InvalidArgument(f"{self.names[written]} was written in place, and the step would undo that, since it computes from fp32 "
                                   "or offloaded master weights; write within forebay.gathered(model, write=True). An empty block of "
-                                  "that takes over what was written")
+                                  "that takes over what was written, and leaves the masters of other elements")
 
     def _families(self) -> List[Tuple[nn.Module, List[Optional[nn.Module]], int]]:
         """Each module, its children, and the number of its own parameters."""
@@ -645,8 +646,8 @@ class Sharded:
     def stream(self) -> Optional[int]:
         return torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else None
 
-    def set_value(self, p: nn.Parameter, value: torch.Tensor) -> None:
-        """Gives a parameter a value, the same on all ranks. Shape: as the parameter's."""
+    def set_value(self, p: nn.Parameter, value: torch.Tensor, changed: bool = False) -> None:
+        """Gives a parameter a value, the same on all ranks. Shape: as the parameter's. `changed`: as for core.Engine.set()."""
         source = getattr(value, "_forebay", None)  # The value may be a parameter of some sharded model, or a view of one.
         units = source.units_at(value) if source is not None and source.guard is not None else []
         if units and source.stage == 3 and not any(unit.held for unit in units):
@@ -656,7 +657,7 @@ class Sharded:
         if value.dtype not in describe.DTYPES:
             value = value.float()
         value = value.detach().cpu().contiguous()
-        self.engine.set(*self.places[p][0], describe.DTYPES[value.dtype], value.data_ptr(), value.numel())
+        self.engine.set(*self.places[p][0], describe.DTYPES[value.dtype], value.data_ptr(), value.numel(), changed=changed)
         self.note_changed([p])
         self.without_values.discard(p)
 

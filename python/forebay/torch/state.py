@@ -187,6 +187,7 @@ def _take(sharded: Sharded) -> Callable[..., None]:
             if value.shape != p.shape:
                 continue  # The module reports it.
             if sharded.writing or sharded.engine is None and not p.is_meta:
+                sharded.loaded.add(p)
                 continue  # The parameter has its values, and torch changes them.
             sharded.between_steps()
             sharded.set_value(p, value)
@@ -203,7 +204,8 @@ def gathered(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
     """All parameters of a sharded model have their values within. Collective.
 
     `write`: values that were changed within stay, by load_state_dict() and load() too; all ranks must write the same. Tensors that
-    were assigned before, by p.data = tensor, are taken over.
+    were assigned before, by p.data = tensor, are taken over. An element that is not changed, as its 16 bits show, keeps its fp32
+    master, unless it was loaded.
     Errors, with `write`: InvalidArgument while gradients wait for optimizer.step(), and for step(), save(), restore() and
     digest() within.
     """
@@ -220,6 +222,7 @@ def gathered(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
     sharded.refuse_moved(sharded.parameters, adopts=True)
     values: Dict[nn.Parameter, torch.Tensor] = {}
     sharded.writing = True
+    sharded.loaded.clear()
     sharded.guard.follow_all()
     try:
         for unit in sharded.units:
@@ -242,7 +245,7 @@ def gathered(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
             raise InvalidArgument(f"parameter {sharded.names[p]} got shape {list(value.shape)} within gathered(), and has "
                                   f"{list(p.shape)} in the shards; change it, as by resize_token_embeddings(), before shard()")
     for p, value in values.items():
-        sharded.set_value(p, value)
+        sharded.set_value(p, value, changed=p not in sharded.loaded and p not in sharded.without_values)
 
 
 _TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -371,6 +374,7 @@ def load(model: nn.Module, path: Path) -> List[str]:
             elif target in sharded.places and not sharded.writing:
                 sharded.set_value(target, value)
             else:
+                sharded.loaded.add(target)
                 target.data.copy_(value)
             left.discard(target)
     if left:

@@ -632,7 +632,7 @@ void Engine::Impl::load_values(SavedState& saved) {
       if (!parameters[i].frozen) continue;
       host.assign(parameters[i].count, 0.0f);
       load_part(saved, parameters[i], kStateFields[0], 0, host);
-      set_parameter({unit_index, static_cast<int>(i)}, 0, host);
+      set_parameter({unit_index, static_cast<int>(i)}, 0, host, false);
     }
   }
 }

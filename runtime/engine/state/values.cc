@@ -293,7 +293,34 @@ std::vector<float> Engine::Impl::unit_frozen(int index) {
   return widen(options.dtype, all_slices(layout(index).frozen_slice(shards()) * element(), mine));
 }
 
-void Engine::Impl::set_parameter(ParameterId id, std::uint64_t first, Span<const float> values) {
+void Engine::Impl::set_master(int unit, std::uint64_t first, std::span<const float> values,
+                              bool keeps_equal) {
+  if (values.empty()) return;
+  const bool has_average = options.ema > 0.0;
+  std::vector<float> master(values.begin(), values.end()), average(has_average ? values.size() : 0);
+  std::vector<bool> keeps(values.size());
+  if (keeps_equal) {
+    std::vector<float> old(values.size());
+    read_state(unit, StateField::kMaster, first, old);
+    if (has_average) read_state(unit, StateField::kAverage, first, average);
+    const std::vector<std::byte> given = round_to(options.dtype, values), rounded = round_to(options.dtype, old);
+    for (std::size_t i = 0; i < values.size(); ++i) {
+      keeps[i] = std::memcmp(&given[i * element()], &rounded[i * element()], element()) == 0;
+      if (keeps[i]) master[i] = old[i];
+    }
+  }
+  write_state(unit, StateField::kMaster, first, master);
+  if (!has_average) return;
+  // It begins as the master, as that is kept.
+  read_state(unit, StateField::kMaster, first, master);
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    if (!keeps[i]) average[i] = master[i];
+  }
+  write_state(unit, StateField::kAverage, first, average);
+}
+
+void Engine::Impl::set_parameter(ParameterId id, std::uint64_t first, Span<const float> values,
+                                 bool keeps_equal) {
   Unit& u = unit(id.unit);
   must(backend.event_synchronize(u.released));  // The trainer may still read it.
   const UnitLayout& place_of_unit = layout(id.unit);
@@ -314,13 +341,7 @@ void Engine::Impl::set_parameter(ParameterId id, std::uint64_t first, Span<const
 
   if (!place.frozen) {
     const Part part = intersect(u.updated_begin, u.updated_count);
-    write_state(id.unit, StateField::kMaster, part.target, values.subspan(part.source, part.count));
-    if (options.ema > 0.0 && part.count > 0) {
-      // It begins as the master, as that is kept.
-      std::vector<float> kept(part.count);
-      read_state(id.unit, StateField::kMaster, part.target, kept);
-      write_state(id.unit, StateField::kAverage, part.target, kept);
-    }
+    set_master(id.unit, part.target, values.subspan(part.source, part.count), keeps_equal);
   }
   if (options.stage < 3) {
     const std::uint64_t section = place.frozen ? place_of_unit.trainable_count : 0;
@@ -445,23 +466,29 @@ void Engine::set_parameter(ParameterId parameter, Span<const float> values) {
 }
 
 void Engine::set_parameter_part(ParameterId parameter, std::uint64_t first, Span<const float> values) {
-  Impl& impl = *impl_;
-  impl.expect(Impl::Phase::kIdle, "set_parameter_part()");
-  impl.check_parameter(parameter, "set_parameter_part()");
-  const ParameterShape& shape =
-      impl.shape(parameter.unit).parameters[static_cast<std::size_t>(parameter.index)];
-  if (first > shape.count || values.size() > shape.count - first) {
-    impl.misuse("set_parameter_part(" + shape.name + ") was given " + std::to_string(values.size()) +
-                " values from element " + std::to_string(first) + " on, and it has " +
-                std::to_string(shape.count));
+  impl_->set_given("set_parameter_part()", parameter, first, values, false);
+}
+
+void Engine::set_changed_part(ParameterId parameter, std::uint64_t first, Span<const float> values) {
+  impl_->set_given("set_changed_part()", parameter, first, values, true);
+}
+
+void Engine::Impl::set_given(const char* call, ParameterId parameter, std::uint64_t first,
+                             Span<const float> values, bool keeps_equal) {
+  expect(Phase::kIdle, call);
+  check_parameter(parameter, call);
+  const ParameterShape& of = shape(parameter.unit).parameters[static_cast<std::size_t>(parameter.index)];
+  if (first > of.count || values.size() > of.count - first) {
+    misuse(std::string(call) + " of " + of.name + " was given " + std::to_string(values.size()) +
+           " values from element " + std::to_string(first) + " on, and it has " + std::to_string(of.count));
   }
   const std::uint64_t id =
       (static_cast<std::uint64_t>(parameter.unit) << 32) + static_cast<std::uint64_t>(parameter.index);
-  impl.values_fingerprint =
-      XXH3_64bits_withSeed(values.data(), values.size_bytes(), impl.values_fingerprint ^ id ^ first << 16);
-  std::uint64_t& given = impl.given_values[shape.name];
+  values_fingerprint =
+      XXH3_64bits_withSeed(values.data(), values.size_bytes(), values_fingerprint ^ id ^ first << 16);
+  std::uint64_t& given = given_values[of.name];
   given = XXH3_64bits_withSeed(values.data(), values.size_bytes(), given ^ first << 16);
-  impl.set_parameter(parameter, first, values);
+  set_parameter(parameter, first, values, keeps_equal);
 }
 
 std::vector<float> Engine::get_parameter(ParameterId parameter) {
