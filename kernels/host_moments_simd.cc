@@ -744,7 +744,7 @@ class BlockEncoder {
 #endif
   }
 
-  // Those of the vector here and of the second one after it.
+  // The upper words of this vector and of the second one after it.
   static HWY_INLINE WordVector upper_words(const Words& words, const float* bits) {
     const FloatTag d;
     return words.upper_words(bits_of(hn::Load(d, bits)), bits_of(hn::Load(d, bits + 2 * kLanes)));

@@ -68,9 +68,10 @@ class CalledTexts final : public RendezvousTexts {
 
   static Status status(const char* call, const std::string& name, std::int32_t code) {
     if (code == FOREBAY_OK) return {};
-    return {StatusCode::kUnavailable, std::string("the program's rendezvous store failed: ") + call + "(" +
-                                          name + ") returned " + std::to_string(code) +
-                                          "; look there for the reason"};
+    return {StatusCode::kUnavailable,
+            std::string("the program's rendezvous store failed: ") + call + "(" + name + ") returned " +
+                std::to_string(code) +
+                "; its host, which is rank 0 with torchrun, may have ended: look there first"};
   }
 
   static Status too_long(const std::string& name, std::uint64_t bytes) {

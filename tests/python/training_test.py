@@ -302,6 +302,20 @@ class OneRank(unittest.TestCase):
                 with self.assertRaisesRegex(forebay.Unsupported, text):
                     copied(what)
 
+    def test_a_deadline_in_seconds_is_named(self):
+        with self.assertWarnsRegex(UserWarning, "join_deadline is 20 milliseconds, .* for seconds give a thousand times as much"):
+            forebay.shard(models.make(), join_deadline=20)
+
+    def test_a_pass_with_gradients_while_values_are_read_is_refused(self):
+        for stage in (0, 3):
+            model = forebay.shard(models.make(), stage=stage)
+            optimizer = forebay.AdamW(model, lr=1e-2)
+            models.train(model, optimizer)
+            with self.assertRaisesRegex(forebay.InvalidArgument, r"within forebay\.gathered\(model\), which is for reading"):
+                with forebay.gathered(model), torch.enable_grad():
+                    model(*models.batch(0, 0))
+            models.train(model, optimizer, steps=1)
+
     def test_options_of_a_wrong_type_are_named(self):
         for options, kind, text in (({"units": 5}, forebay.InvalidArgument, "units is 5; give classes"),
                                     ({"resident": True}, forebay.InvalidArgument, "resident is True; give classes"),

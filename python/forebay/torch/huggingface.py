@@ -44,7 +44,11 @@ def _save_in_checkpoint(model: nn.Module, directory: str) -> None:
             raise
     communicator = model._forebay.engine.communicator
     if communicator is None or communicator.rank == 0:  # The others wait for it in save().
-        shutil.rmtree(directory)
+        for entry in os.scandir(directory):  # Nothing but states.
+            if entry.name == "latest":
+                os.remove(entry.path)
+            elif entry.name.startswith("step-") and entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path)
     state.save(model, directory)
 
 

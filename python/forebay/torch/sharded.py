@@ -398,7 +398,11 @@ class Sharded:
         self.given = options
         self.dtype = describe.model_dtype(model, options.get("dtype"))
         self.options = describe.planned_options(model, options)
-        core.Options(**self.options).close()  # So that mistakes are named now.
+        with core.Options(**self.options) as parsed:  # So that mistakes are named now.
+            for name in ("deadline", "join-deadline"):
+                if 0 < int(parsed.get(name)) < 1000:
+                    warnings.warn(f"{name.replace('-', '_')} is {parsed.get(name)} milliseconds, less than ranks take to meet; for seconds "
+                                  "give a thousand times as much", stacklevel=4)
         self.stage = int(self.options.get("stage") or 0)
         self.plans = describe.find_units(model, options.get("units"), options.get("resident") or ())
         self.parameters: List[nn.Parameter] = [p for plan in self.plans for p in plan.own]
@@ -694,6 +698,9 @@ class Sharded:
                 self.guard.follow_pass()
             self.refuse_replaced()
             if self.pass_has_gradients:
+                if self.readers:
+                    raise InvalidArgument("a forward pass with gradients began within forebay.gathered(model), which is for reading; end "
+                                          "that block first, or leave out torch.enable_grad() in it")
                 self.give_up_void_step()
                 self.refuse_changed()
         if not self.residents and self.guard is not None and not self.guard.is_needed():

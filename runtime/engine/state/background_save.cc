@@ -137,7 +137,8 @@ void BackgroundSave::publish() {
   for (int r = 0; r < job_.ranks; ++r) {
     const std::string file = state_file_name(r, job_.ranks);
     for (;;) {
-      // Opened again each time: a network file system then looks anew, and a directory that is gone is an error.
+      // Opened again each time: a network file system then looks anew, and a directory that is gone is an
+      // error.
       const StateDirectory temporary = directory_->subdirectory(temporary_state(job_.name));
       if (temporary.has(file)) break;
       std::unique_lock lock(mutex_);
@@ -146,9 +147,10 @@ void BackgroundSave::publish() {
                                               temporary.path() + "; see the error of that rank");
       }
       if (files_there_ && std::chrono::steady_clock::now() - *files_there_ > kUnseen) {
-        throw Error(StatusCode::kIoError, temporary.path() + "/" + file +
-                                              " is gone: something removed it while the state was being saved; "
-                                              "save again, and keep other programs out of that directory");
+        throw Error(StatusCode::kIoError,
+                    temporary.path() + "/" + file +
+                        " is gone: something removed it while the state was being saved; "
+                        "save again, and keep other programs out of that directory");
       }
     }
   }

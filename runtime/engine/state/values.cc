@@ -303,7 +303,8 @@ void Engine::Impl::set_master(int unit, std::uint64_t first, std::span<const flo
     std::vector<float> old(values.size());
     read_state(unit, StateField::kMaster, first, old);
     if (has_average) read_state(unit, StateField::kAverage, first, average);
-    const std::vector<std::byte> given = round_to(options.dtype, values), rounded = round_to(options.dtype, old);
+    const std::vector<std::byte> given = round_to(options.dtype, values),
+                                 rounded = round_to(options.dtype, old);
     for (std::size_t i = 0; i < values.size(); ++i) {
       keeps[i] = std::memcmp(&given[i * element()], &rounded[i * element()], element()) == 0;
       if (keeps[i]) master[i] = old[i];

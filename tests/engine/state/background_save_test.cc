@@ -314,7 +314,7 @@ TEST_F(BackgroundSave, AFileThatIsRemovedBeforeTheStateHasItsNameIsAnError) {
     job.write = [](internal::StateFile) {};
     internal::BackgroundSave save(std::move(job));
     ASSERT_TRUE(save.wait_for_file().ok());
-    // Those of ranks 1 and 2 were there.
+    // All ranks have said that their files are there.
     if (whole) fs::remove_all(place(name));
     const Status status = save.wait();
     EXPECT_EQ(status.code(), StatusCode::kIoError);

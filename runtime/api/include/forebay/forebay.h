@@ -612,8 +612,8 @@ FOREBAY_API void forebay_engine_destroy(forebay_engine* engine);
 FOREBAY_API int32_t forebay_engine_set(forebay_engine* engine, int32_t unit, int32_t index, int32_t dtype,
                                        const void* values, uint64_t first, uint64_t count);
 
-/* The same for values that were read in the engine's dtype and changed: an element whose value in that dtype is
- * that of its master keeps the master, and its moving average. */
+/* The same for values that were read in the engine's dtype and changed: an element whose value in that dtype
+ * is that of its master keeps the master, and its moving average. */
 FOREBAY_API int32_t forebay_engine_set_changed(forebay_engine* engine, int32_t unit, int32_t index,
                                                int32_t dtype, const void* values, uint64_t first,
                                                uint64_t count);

@@ -384,8 +384,8 @@ class Engine {
   void set_parameter(ParameterId parameter, Span<const float> values);
   // The same for the elements from `first` on. Requires: they are a part of the parameter.
   void set_parameter_part(ParameterId parameter, std::uint64_t first, Span<const float> values);
-  // The same for values that were read in the engine's dtype and changed: an element whose value in that dtype
-  // is that of its master keeps the master, and its moving average.
+  // The same for values that were read in the engine's dtype and changed: an element whose value in that
+  // dtype is that of its master keeps the master, and its moving average.
   void set_changed_part(ParameterId parameter, std::uint64_t first, Span<const float> values);
   // The fp32 master weights; a frozen parameter's value is widened. Order: collective.
   std::vector<float> get_parameter(ParameterId parameter);
