@@ -135,6 +135,27 @@ def joined(options):
         return {"rank": RANK, "error": str(error)}
 
 
+def loaded(options):
+    """Rank 0 loads a state within gathered(write=True) and broadcasts it. Whether all ranks' masters are those of the state."""
+    torch.distributed.init_process_group("gloo")
+    made = forebay.shard(models.make(), **options)
+    optimizer = forebay.AdamW(made, lr=1e-5)
+    initial = {name: value.clone() for name, value in made.state_dict().items()}
+    models.train(made, optimizer, rank=RANK)
+    with forebay.gathered(made, write=True):
+        if RANK == 0:
+            made.load_state_dict(initial)
+        for p in made.parameters():
+            torch.distributed.broadcast(p.data, 0)
+    masters = []
+    for p in made._forebay.parameters:
+        master = torch.empty(p.shape, dtype=torch.float32)
+        made._forebay.engine.get(*made._forebay.places[p][0], "fp32", master.data_ptr(), master.numel())
+        masters.append(torch.equal(master, initial[made._forebay.names[p]].float()))
+    models.train(made, optimizer, steps=1, rank=RANK)
+    return {"rank": RANK, "exact": all(masters), "digest": forebay.digest(made)}
+
+
 def given_up(options, how):
     """Rank 1 drops its gradients, or has none, before a step. The text of the error."""
     made = forebay.shard(models.make(), **options)

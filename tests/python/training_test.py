@@ -1514,6 +1514,12 @@ class SeveralRanks(unittest.TestCase):
                     sharded._communicator(None, None, options)
             self.assertEqual(meet.call_args.kwargs["timeout"], datetime.timedelta(seconds=seconds))
 
+    def test_what_one_rank_loads_and_broadcasts_is_exact_on_all(self):
+        for stage in (0, 3):
+            results = torchrun(3, kind="loaded", options={"stage": stage, "dtype": "bf16"})
+            self.assertEqual([one["exact"] for one in results], [True] * 3, stage)
+            self.assertEqual(len({one["digest"] for one in results}), 1, stage)
+
     def test_a_parameter_that_joins_later_is_named(self):
         for one in torchrun(2, kind="joined", options={"stage": 1}):
             self.assertRegex(one["error"], r"norm\.adapter\.weight joined the model after shard.*before shard")

@@ -244,8 +244,11 @@ def gathered(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
         if value.shape != p.shape:
             raise InvalidArgument(f"parameter {sharded.names[p]} got shape {list(value.shape)} within gathered(), and has "
                                   f"{list(p.shape)} in the shards; change it, as by resize_token_embeddings(), before shard()")
-    for p, value in values.items():
-        sharded.set_value(p, value, changed=p not in sharded.loaded and p not in sharded.without_values)
+    exact = bytes(p in sharded.loaded or p in sharded.without_values for p in values)
+    communicator = sharded.engine.communicator
+    everywhere = [exact] if communicator is None else communicator.exchange(exact)  # One rank may load and broadcast.
+    for i, (p, value) in enumerate(values.items()):
+        sharded.set_value(p, value, changed=not any(theirs[i] for theirs in everywhere))
 
 
 _TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,

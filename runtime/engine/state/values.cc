@@ -483,12 +483,14 @@ void Engine::Impl::set_given(const char* call, ParameterId parameter, std::uint6
     misuse(std::string(call) + " of " + of.name + " was given " + std::to_string(values.size()) +
            " values from element " + std::to_string(first) + " on, and it has " + std::to_string(of.count));
   }
+  // All ranks must follow the same rule.
+  const std::uint64_t rule = keeps_equal ? std::uint64_t{1} << 63 : 0;
   const std::uint64_t id =
-      (static_cast<std::uint64_t>(parameter.unit) << 32) + static_cast<std::uint64_t>(parameter.index);
+      rule + (static_cast<std::uint64_t>(parameter.unit) << 32) + static_cast<std::uint64_t>(parameter.index);
   values_fingerprint =
       XXH3_64bits_withSeed(values.data(), values.size_bytes(), values_fingerprint ^ id ^ first << 16);
   std::uint64_t& given = given_values[of.name];
-  given = XXH3_64bits_withSeed(values.data(), values.size_bytes(), given ^ first << 16);
+  given = XXH3_64bits_withSeed(values.data(), values.size_bytes(), given ^ rule ^ first << 16);
   set_parameter(parameter, first, values, keeps_equal);
 }
 
