@@ -78,7 +78,7 @@ HWY_INLINE BitVector xor_and(BitVector a, BitVector b, BitVector mask) {
 #endif
 }
 
-// The greater of two magnitudes, and the smaller one.
+// The greater of two magnitudes.
 HWY_INLINE FloatVector greater_magnitude(FloatVector a, FloatVector b) {
 #if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3
   return FloatVector{_mm512_range_ps(a.raw, b.raw, 0xB)};
@@ -87,6 +87,7 @@ HWY_INLINE FloatVector greater_magnitude(FloatVector a, FloatVector b) {
 #endif
 }
 
+// The smaller of two magnitudes.
 HWY_INLINE FloatVector smaller_magnitude(FloatVector a, FloatVector b) {
 #if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3
   return FloatVector{_mm512_range_ps(a.raw, b.raw, 0xA)};
@@ -705,7 +706,7 @@ class BlockEncoder {
     hn::Store(from_bits(kept_v), d, block_.v + i);
   }
 
-  HWY_INLINE void write(const Words& words, std::size_t i) {
+  HWY_INLINE void write(const Words& words, std::size_t i) const {
     const ByteTag d;
     WordVector of_m[2], of_v[2];
     FOREBAY_UNROLL
@@ -794,9 +795,9 @@ struct BlockConstants {
 // A block is updated in three loops. The root occupies the divider of the first one and the quotient that of
 // the second, so each loop has other work to do meanwhile, and no vector waits for another.
 
-// The first: new m and v, and the roots of v.
+// The first: new m and v, and the roots of v. False, and nothing is computed, where all of v is NaN.
 template <DataType gradient_type>
-HWY_NOINLINE void compute_moments(const AdamWArguments& a, const BlockConstants& constants,
+HWY_NOINLINE bool compute_moments(const AdamWArguments& a, const BlockConstants& constants,
                                   const Moments& moments, std::size_t start, NewBlock& block,
                                   float* HWY_RESTRICT roots) {
   const FloatTag d;
@@ -806,6 +807,7 @@ HWY_NOINLINE void compute_moments(const AdamWArguments& a, const BlockConstants&
   const auto* const m_codes = static_cast<const std::uint8_t*>(moments.m) + start;
   const auto* const v_codes = static_cast<const std::uint8_t*>(moments.v) + start;
   BlockReader reader(moments, start);
+  if (HWY_UNLIKELY(reader.has_nan_v())) return false;
   // The scale of m goes into beta1, which is exact: see can_update_block8().
   c.beta1 = hn::Mul(c.beta1, reader.m_scale());
   BlockRange range;
@@ -830,13 +832,14 @@ HWY_NOINLINE void compute_moments(const AdamWArguments& a, const BlockConstants&
     }
   }
   block.range = range;
+  return true;
 }
 
 // The second: roots become quotients, and m and v are rounded. False where a quotient is a NaN, as with a NaN
-// in m or v or an infinite root; then the block is computed otherwise, since nothing has been written.
+// in m or v or an infinite root.
 template <bool dithered>
 HWY_NOINLINE bool compute_quotients(const BlockConstants& constants, const NewBlock& block,
-                                    BlockEncoder<dithered>& encoder, float* HWY_RESTRICT roots) {
+                                    const BlockEncoder<dithered>& encoder, float* HWY_RESTRICT roots) {
   const FloatTag d;
   const AdamWVectors c = constants.update;
   BlockEncoder<dithered> rounding = encoder;
@@ -851,10 +854,11 @@ HWY_NOINLINE bool compute_quotients(const BlockConstants& constants, const NewBl
   return hn::AllFalse(d, hn::IsNaN(sum));
 }
 
-// The third: the master, the parameter and the codes.
+// The third: the master, the parameter and the codes. The others write nothing that is kept.
 template <DataType parameter_type, bool has_parameter, bool dithered>
 HWY_NOINLINE void write_block(const AdamWArguments& a, const BlockConstants& constants, std::size_t start,
-                              const float* HWY_RESTRICT quotients, BlockEncoder<dithered>& block_encoder,
+                              const float* HWY_RESTRICT quotients,
+                              const BlockEncoder<dithered>& block_encoder,
                               const ParameterWriter<parameter_type>& writer) {
   const FloatTag d;
   const AdamWVectors c = constants.update;
@@ -889,14 +893,15 @@ void update_block8(const HostAdamArguments& arguments, std::size_t begin, std::s
   NewBlock block;
   HWY_ALIGN float roots[kMomentBlockCount];
   for (std::size_t start = begin; start < end; start += kMomentBlockCount) {
-    compute_moments<gradient_type>(a, constants, moments, start, block, roots);
-    BlockEncoder<dithered> encoder(block, moments, start, constants.dither);
-    if (!BlockReader(moments, start).has_nan_v() && compute_quotients(constants, block, encoder, roots)) {
-      write_block<parameter_type, has_parameter>(a, constants, start, roots, encoder, parameter);
-      encoder.end(moments, start);
-    } else {
-      update_rest(arguments, start, start + kMomentBlockCount, rounding);
+    if (compute_moments<gradient_type>(a, constants, moments, start, block, roots)) {
+      const BlockEncoder<dithered> encoder(block, moments, start, constants.dither);
+      if (compute_quotients(constants, block, encoder, roots)) {
+        write_block<parameter_type, has_parameter>(a, constants, start, roots, encoder, parameter);
+        encoder.end(moments, start);
+        continue;
+      }
     }
+    update_rest(arguments, start, start + kMomentBlockCount, rounding);
   }
 }
 

@@ -72,8 +72,8 @@ class BackgroundSave {
   std::optional<Status> file_;   // This rank's, when it is there.
   std::optional<Status> state_;  // When the thread has ended.
   bool gave_up_ = false;
-  std::optional<std::chrono::steady_clock::time_point>
-      files_there_;    // Since then all ranks have their files.
+  // Since then all ranks have their files.
+  std::optional<std::chrono::steady_clock::time_point> files_there_;
   bool told_ = false;  // The caller was told how the save went.
   std::thread thread_;
 };

@@ -295,8 +295,9 @@ std::vector<float> Engine::Impl::unit_frozen(int index) {
 
 void Engine::Impl::set_master(int unit, std::uint64_t first, std::span<const float> values,
                               bool keeps_equal) {
-  if (values.empty()) return;
   const bool has_average = options.ema > 0.0;
+  if (values.empty() || (!keeps_equal && !has_average))
+    return write_state(unit, StateField::kMaster, first, values);
   std::vector<float> master(values.begin(), values.end()), average(has_average ? values.size() : 0);
   std::vector<bool> keeps(values.size());
   if (keeps_equal) {
