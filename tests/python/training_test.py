@@ -429,6 +429,41 @@ class OneRank(unittest.TestCase):
                 digests.append(forebay.digest(model))
             self.assertEqual(*digests)
 
+    def test_tensors_that_are_assigned_while_values_are_written_are_saved(self):
+        """load_state_dict(assign=True) would exchange the parameters, and the engine would go on with the old ones."""
+        wanted = {name: torch.full_like(value, 7) for name, value in models.make().state_dict().items()}
+        for stage, meta in ((0, False), (0, True), (3, False), (3, True)):
+            with torch.device("meta" if meta else "cpu"):
+                model = models.make()
+            forebay.shard(model, stage=stage, **({"device": "cpu"} if meta else {}))
+            with forebay.gathered(model, write=True):
+                model.load_state_dict(wanted, assign=True)
+            loaded = forebay.shard(models.make(), stage=stage)
+            with tempfile.TemporaryDirectory() as directory:
+                forebay.save(model, directory)
+                forebay.restore(loaded, directory)
+            for name, value in loaded.state_dict().items():
+                self.assertTrue(torch.equal(value, wanted[name]), (stage, meta, name))
+
+    def test_a_model_that_was_compiled_before_has_an_optimizer(self):
+        model = forebay.shard(torch.compile(torch.nn.Linear(4, 4), backend="eager"))
+        optimizer = forebay.AdamW(model, lr=0.1)
+        before = forebay.digest(model)
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        self.assertNotEqual(forebay.digest(model), before)
+
+    def test_a_parameter_that_was_exchanged_is_not_saved_as_it_was(self):
+        for stage in (0, 3):
+            model = forebay.shard(models.make(), stage=stage)
+            forebay.AdamW(model)
+            with self.assertRaisesRegex(forebay.InvalidArgument, r"norm\.weight was replaced or removed after shard"):
+                with forebay.gathered(model, write=True):
+                    model.norm.weight = torch.nn.Parameter(torch.zeros(32))
+            for call in (lambda: forebay.save(model, "/nowhere"), lambda: forebay.digest(model)):
+                with self.assertRaisesRegex(forebay.InvalidArgument, r"norm\.weight was replaced or removed after shard"):
+                    call()
+
     def test_values_are_loaded_while_they_are_written(self):
         for stage in (0, 3):
             model = forebay.shard(models.make(), stage=stage, guard=True)

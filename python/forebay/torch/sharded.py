@@ -443,7 +443,7 @@ class Sharded:
         self.collected: Optional[Dict[nn.Parameter, torch.Tensor]] = None  # Values for state_dict() on this rank alone.
         self.pass_has_gradients = True  # Whether the model's latest forward pass began with gradients enabled.
         self.writing = False  # Within gathered(write=True).
-        self.loaded: Set[nn.Parameter] = set()  # Those that load_state_dict() and load() gave values within that.
+        self.loaded: Set[nn.Parameter] = set()  # load_state_dict() or load() gave them their values within that.
         self.guard: Optional[guard.Guard] = None
         self.families = self._families()
         for p in self.parameters:
@@ -525,7 +525,7 @@ class Sharded:
         if trained is None and all(list(m._modules.values()) == children and len(m._parameters) == count
                                    for m, children, count in self.families):
             return
-        there = dict((trained or self.model).named_parameters())
+        there = dict((self.model if trained is None else trained).named_parameters())
         present = set(map(id, there.values()))
         gone = next((name for p, name in self.names.items() if id(p) not in present), None)
         if gone is not None:

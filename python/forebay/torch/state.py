@@ -186,8 +186,13 @@ def _take(sharded: Sharded) -> Callable[..., None]:
                 continue
             if value.shape != p.shape:
                 continue  # The module reports it.
-            if sharded.writing or sharded.engine is None and not p.is_meta:
+            if sharded.writing:
                 sharded.loaded.add(p)
+                if assigns:
+                    p.data.copy_(value)
+                    state[prefix + name] = p  # Else torch exchanges the parameter.
+                continue
+            if sharded.engine is None and not p.is_meta:
                 continue  # The parameter has its values, and torch changes them.
             sharded.between_steps()
             sharded.set_value(p, value)
@@ -240,6 +245,7 @@ def gathered(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
         sharded.writing = False
         sharded.guard.follow_all()
         sharded.end_evaluation()  # Passes and state_dict() within.
+    sharded.refuse_replaced()
     for p, value in values.items():
         if value.shape != p.shape:
             raise InvalidArgument(f"parameter {sharded.names[p]} got shape {list(value.shape)} within gathered(), and has "
@@ -507,7 +513,7 @@ def save(model: nn.Module, directory: Path, state: Any = None, background: bool 
     """
     sharded = sharded_of(model)
     sharded.between_steps(keeps_gradients=True)
-    sharded.refuse_moved(sharded.parameters)
+    sharded.refuse_replaced()
     error = sharded.end_saving()
     if error is not None:
         raise type(error)(f"the state that save(background=True) began to save before is not saved, and this save was not begun, so call "
@@ -588,5 +594,5 @@ def digest(model: nn.Module) -> str:
     """XXH3-128 over the fp32 masters of all parameters: equal for every stage and offload. Collective."""
     sharded = sharded_of(model)
     sharded.between_steps()
-    sharded.refuse_moved(sharded.parameters)
+    sharded.refuse_replaced()
     return sharded.engine.digest()
