@@ -96,7 +96,8 @@ class FakeEngine:
 
     # --- values ---
 
-    def set(self, unit, index, dtype, values, count, first=0):
+    def set(self, unit, index, dtype, values, count, first=0, changed=False):
+        # `changed` or not: in fp32 an element that has its value has its master.
         assert dtype == "fp32" and not self.in_step
         with torch.no_grad():
             ctypes.memmove(self.find(unit, index).master.data_ptr() + 4 * first, values, 4 * count)
