@@ -3,6 +3,7 @@
 // rest of a range after whole groups or blocks goes to update_in_blocks() or the scalar definition. Which
 // instruction sets take part: simd_elements.h.
 #define HWY_DISABLED_TARGETS (HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV)
+#define HWY_WANT_AVX3_DL
 
 #include <algorithm>
 #include <cmath>
@@ -32,6 +33,7 @@ using BitVector = hn::Vec<BitTag>;
 using WordTag = hn::Repartition<std::uint16_t, FloatTag>;
 using WordVector = hn::Vec<WordTag>;
 using ByteTag = hn::Repartition<std::uint8_t, FloatTag>;
+using ByteVector = hn::Vec<ByteTag>;
 
 constexpr std::size_t kLanes = hn::MaxLanes(FloatTag());
 
@@ -53,6 +55,10 @@ HWY_INLINE WordVector words_of(BitVector v) {
 
 HWY_INLINE WordVector set_words(std::uint32_t value) {
   return hn::Set(WordTag(), static_cast<std::uint16_t>(value));
+}
+
+HWY_INLINE ByteVector set_bytes(std::uint32_t value) {
+  return hn::Set(ByteTag(), static_cast<std::uint8_t>(value));
 }
 
 HWY_INLINE FloatVector canonical_vector(FloatVector v) {
@@ -155,6 +161,24 @@ static_assert(kTurnCount % kGroupCount == 0);
 using Half = VectorElement<DataType::kBfloat16>;
 using HalfTag = hn::Rebind<std::uint16_t, FloatTag>;
 
+// The bytes of four vectors in order: each lane has one of vector 0 in its lowest byte, one of vector 1 in
+// the next, and so on.
+HWY_INLINE ByteVector bytes_in_order(ByteVector bytes) {
+  HWY_ALIGN static constexpr std::uint8_t kTransposed[16] = {0, 4, 8,  12, 1, 5, 9,  13,
+                                                             2, 6, 10, 14, 3, 7, 11, 15};
+  const auto by_vector = hn::TableLookupBytes(bytes, hn::LoadDup128(ByteTag(), kTransposed));
+  constexpr std::size_t kBlocks = kLanes / 4;  // Each has 128 bits.
+  if constexpr (kBlocks == 1) return by_vector;
+  const auto lane = hn::Iota(BitTag(), 0);
+  // Lane q has the four bytes of vector q / kBlocks that were in block q % kBlocks.
+  constexpr int kLog = kBlocks == 2 ? 1 : 2;
+  const auto block = hn::And(lane, set_bits(kBlocks - 1));
+  const auto index = hn::Add(hn::ShiftLeft<2>(block), hn::ShiftRight<kLog>(lane));
+  const auto lanes =
+      hn::TableLookupLanes(hn::BitCast(BitTag(), by_vector), hn::IndicesFromVec(BitTag(), index));
+  return hn::BitCast(ByteTag(), lanes);
+}
+
 // Rearranges words and bytes. Its constants are made once, before a loop.
 #if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3
 class Words {
@@ -164,26 +188,37 @@ class Words {
     HWY_ALIGN static constexpr std::uint32_t kLane[4] = {0, 0x04040404, 0x08080808, 0x0C0C0C0C};
     const auto lane = hn::LoadDup128(d, kLane);
     const auto numbers = hn::Iota(d, 0);
-    wide_[0] = hidden(hn::ShiftLeft<16>(numbers));
-    wide_[1] = hidden(hn::ShiftLeft<16>(hn::Add(numbers, set_bits(16))));
+    const auto next_numbers = hn::Add(numbers, set_bits(16));
+    // Lane j < 8 gets the even words from 4 j on, and the other lanes the odd ones.
+    const auto even = hn::ShiftLeft<2>(hn::And(numbers, set_bits(7)));
+    const auto word = hn::Or(even, hn::ShiftRight<3>(numbers));
+    const auto next_word = hn::Add(word, set_bits(2));
+    wide_[0] = hidden(hn::ShiftLeft<16>(index_of_word(numbers)));
+    wide_[1] = hidden(hn::ShiftLeft<16>(index_of_word(next_numbers)));
+    words_in_order_ = hidden(hn::Or(index_of_word(word), hn::ShiftLeft<16>(index_of_word(next_word))));
+#if HWY_TARGET <= HWY_AVX3_DL
+    // Lane q gets the byte of vector q / 4 of lanes 4 (q % 4) to 4 (q % 4) + 3.
+    const auto first = hn::Or(hn::ShiftLeft<4>(hn::And(numbers, set_bits(3))), hn::ShiftRight<2>(numbers));
+    bytes_in_order_ = hidden(hn::Add(hn::Mul(first, set_bits(0x01010101)), set_bits(0x0C080400)));
+    HWY_ALIGN static constexpr std::uint32_t kFirstBits[4] = {0x14140404, 0x34342424, 0x14140404, 0x34342424};
+    code_ = hidden(hn::LoadDup128(d, kFirstBits));
+#else
+    code_ = hidden(set_bits(0x00100010));
+#endif
     upper_words_ = hidden(hn::Add(lane, set_bits(0x03020302)));
     lower_words_ = hidden(hn::Add(lane, set_bits(0x01000100)));
     upper_bytes_ = hidden(hn::Add(lane, set_bits(0x03030101)));
-    // Lane j < 8 gets the even words from 4 j on, and the other lanes the odd ones.
-    const auto first = hn::ShiftLeft<2>(hn::And(numbers, set_bits(7)));
-    const auto odd = hn::ShiftRight<3>(numbers);
-    const auto both = hn::Or(hn::Or(first, odd), hn::ShiftLeft<16>(hn::Or(first, odd)));
-    in_order_ = hidden(hn::Add(both, set_bits(0x00020000)));
     one_ = hidden(set_bits(0x00010001));
     tie_ = hidden(set_bits(0x80008000));
     all_ = hidden(set_bits(0xFFFFFFFF));
+    sign_ = hidden(set_bits(0x80808080));
   }
 
   // Two vectors of bf16 elements, widened: each goes to the upper half of its lane.
   HWY_INLINE void load_halves(const std::uint16_t* source, FloatVector& first, FloatVector& second) const {
     const auto words = hn::LoadU(WordTag(), source);
-    first = from_bits(BitVector{_mm512_maskz_permutexvar_epi16(kUpper, wide_[0].raw, words.raw)});
-    second = from_bits(BitVector{_mm512_maskz_permutexvar_epi16(kUpper, wide_[1].raw, words.raw)});
+    first = wide(words, wide_[0]);
+    second = wide(words, wide_[1]);
   }
 
   // The upper words of the lanes of two vectors side by side, that of `first` below.
@@ -205,25 +240,67 @@ class Words {
     return in_order(WordVector{_mm512_mask_sub_epi16(upper.raw, is_more, upper.raw, all_.raw)});
   }
 
-  // The words with the uppermost bit of `sign`.
-  HWY_INLINE WordVector with_sign(WordVector words, WordVector sign) const {
-    return hn::IfVecThenElse(words_of(tie_), sign, words);  // Bit by bit on this instruction set.
+  // The upper bytes of the words of two vectors side by side, that of `first` below.
+  HWY_INLINE ByteVector upper_bytes(WordVector first, WordVector second) const {
+    return ByteVector{_mm512_mask_shuffle_epi8(second.raw, kFirst, first.raw, upper_bytes_.raw)};
   }
 
-  // The upper bytes of the words of two vectors side by side, that of `first` below.
-  HWY_INLINE hn::Vec<ByteTag> upper_bytes(WordVector first, WordVector second) const {
-    return hn::Vec<ByteTag>{
-        _mm512_mask_shuffle_epi8(second.raw, 0x5555555555555555u, first.raw, upper_bytes_.raw)};
+  // The same with bits 4 to 11 of each word.
+  HWY_INLINE ByteVector codes(WordVector first, WordVector second) const {
+#if HWY_TARGET <= HWY_AVX3_DL
+    const auto codes = _mm512_multishift_epi64_epi8(code_.raw, second.raw);
+    return ByteVector{_mm512_mask_multishift_epi64_epi8(codes, kFirst, code_.raw, first.raw)};
+#else
+    return upper_bytes(hn::Mul(first, words_of(code_)), hn::Mul(second, words_of(code_)));
+#endif
+  }
+
+  // The bytes with the uppermost bits of `sign`.
+  HWY_INLINE ByteVector with_sign(ByteVector bytes, ByteVector sign) const {
+    return hn::IfVecThenElse(hn::BitCast(ByteTag(), sign_), sign, bytes);  // Bit by bit on this target.
+  }
+
+  // See bytes_in_order().
+  HWY_INLINE ByteVector in_order(ByteVector bytes) const {
+#if HWY_TARGET <= HWY_AVX3_DL
+    return ByteVector{_mm512_permutexvar_epi8(bytes_in_order_.raw, bytes.raw)};
+#else
+    return bytes_in_order(bytes);
+#endif
   }
 
  private:
-  static constexpr std::uint32_t kUpper = 0xAAAAAAAAu;
+  static constexpr std::uint64_t kFirst = 0x5555555555555555u;
 
+  // Bytes are rearranged by one operation and words by two, but bytes only on newer processors.
+#if HWY_TARGET <= HWY_AVX3_DL
+  static HWY_INLINE BitVector index_of_word(BitVector word) {
+    return hn::Add(hn::Mul(word, set_bits(0x0202)), set_bits(0x0100));
+  }
+  static HWY_INLINE FloatVector wide(WordVector words, BitVector index) {
+    constexpr std::uint64_t kUpper = 0xCCCCCCCCCCCCCCCCu;
+    return from_bits(BitVector{_mm512_maskz_permutexvar_epi8(kUpper, index.raw, words.raw)});
+  }
   HWY_INLINE WordVector in_order(WordVector words) const {
-    return WordVector{_mm512_permutexvar_epi16(in_order_.raw, words.raw)};
+    return WordVector{_mm512_permutexvar_epi8(words_in_order_.raw, words.raw)};
   }
 
-  BitVector wide_[2], upper_words_, lower_words_, upper_bytes_, in_order_, one_, tie_, all_;
+  BitVector bytes_in_order_;
+#else
+  static HWY_INLINE BitVector index_of_word(BitVector word) {
+    return word;
+  }
+  static HWY_INLINE FloatVector wide(WordVector words, BitVector index) {
+    constexpr std::uint32_t kUpper = 0xAAAAAAAAu;
+    return from_bits(BitVector{_mm512_maskz_permutexvar_epi16(kUpper, index.raw, words.raw)});
+  }
+  HWY_INLINE WordVector in_order(WordVector words) const {
+    return WordVector{_mm512_permutexvar_epi16(words_in_order_.raw, words.raw)};
+  }
+#endif
+
+  BitVector wide_[2], words_in_order_, upper_words_, lower_words_, upper_bytes_, code_, one_, tie_, all_,
+      sign_;
 };
 #else
 class Words {
@@ -241,13 +318,18 @@ class Words {
   HWY_INLINE WordVector nearest_halves(BitVector first, BitVector second) const {
     return upper_halves(round_upper<16>(BitTag(), first), round_upper<16>(BitTag(), second));
   }
-  HWY_INLINE WordVector with_sign(WordVector words, WordVector sign) const {
-    return hn::OrAnd(hn::And(words, set_words(0x7FFF)), sign, set_words(0x8000));
-  }
-  HWY_INLINE hn::Vec<ByteTag> upper_bytes(WordVector first, WordVector second) const {
+  HWY_INLINE ByteVector upper_bytes(WordVector first, WordVector second) const {
     const ByteTag d;
     return hn::OddEven(hn::BitCast(d, second), hn::BitCast(d, hn::ShiftRight<8>(first)));
   }
+  HWY_INLINE ByteVector codes(WordVector first, WordVector second) const {
+    const ByteTag d;
+    return hn::OddEven(hn::BitCast(d, hn::ShiftLeft<4>(second)), hn::BitCast(d, hn::ShiftRight<4>(first)));
+  }
+  HWY_INLINE ByteVector with_sign(ByteVector bytes, ByteVector sign) const {
+    return hn::OrAnd(bytes, sign, set_bytes(0x80));
+  }
+  HWY_INLINE ByteVector in_order(ByteVector bytes) const { return bytes_in_order(bytes); }
 };
 #endif
 
@@ -568,7 +650,7 @@ class BlockReader {
     for (std::size_t i = 0; i < kGroupCount; i += hn::Lanes(d)) {
       const auto code = hn::PromoteTo(d, hn::LoadU(narrow, codes + i));
       const auto value = hn::Add(hn::Mul(code, v_factor_), v_base_);
-      hn::Store(hn::IfThenZeroElse(hn::Eq(code, hn::Zero(d)), value), d, v_ + i);
+      hn::Store(hn::IfThenElseZero(hn::Ne(code, hn::Zero(d)), value), d, v_ + i);
     }
   }
 
@@ -643,24 +725,6 @@ HWY_INLINE std::uint32_t exponent_of(FloatVector greatest) {
   return definitions::moment_exponent(hn::GetLane(hn::MaxOfLanes(BitTag(), bits_of(greatest))));
 }
 
-// The bytes of four vectors in order: each lane has one of vector 0 in its lowest byte, one of vector 1 in
-// the next, and so on.
-HWY_INLINE hn::Vec<ByteTag> in_order(hn::Vec<ByteTag> bytes) {
-  HWY_ALIGN static constexpr std::uint8_t kTransposed[16] = {0, 4, 8,  12, 1, 5, 9,  13,
-                                                             2, 6, 10, 14, 3, 7, 11, 15};
-  const auto by_vector = hn::TableLookupBytes(bytes, hn::LoadDup128(ByteTag(), kTransposed));
-  constexpr std::size_t kBlocks = kLanes / 4;  // Each has 128 bits.
-  if constexpr (kBlocks == 1) return by_vector;
-  const auto lane = hn::Iota(BitTag(), 0);
-  // Lane q has the four bytes of vector q / kBlocks that were in block q % kBlocks.
-  constexpr int kLog = kBlocks == 2 ? 1 : 2;
-  const auto block = hn::And(lane, set_bits(kBlocks - 1));
-  const auto index = hn::Add(hn::ShiftLeft<2>(block), hn::ShiftRight<kLog>(lane));
-  const auto lanes =
-      hn::TableLookupLanes(hn::BitCast(BitTag(), by_vector), hn::IndicesFromVec(BitTag(), index));
-  return hn::BitCast(ByteTag(), lanes);
-}
-
 // From the values of a block to its codes: `round` each vector, at element i, then `write` each group, and
 // `end`.
 template <bool dithered>
@@ -675,8 +739,8 @@ class BlockEncoder {
         dither_(dither) {
     half_least_normal_ = from_bits(set_bits((m_exponent_ - 15u) << 23));
     const auto least_normal = from_bits(set_bits((m_exponent_ - 14u) << 23));
-    m_base_ = set_words((m_exponent_ - 15u) << 7);
-    v_base_ = set_words((v_exponent_ - 31u) << 7);
+    m_base_ = set_bytes((m_exponent_ - 15u) << 3);
+    v_base_ = set_bytes((v_exponent_ - 31u) << 3);
     v_least_ = set_bits(((v_exponent_ - 31u) << 23) + (1u << kShift));
     has_small_m_ = !hn::AllTrue(FloatTag(), hn::Ge(block.range.least_m, least_normal));
     has_small_v_ = !hn::AllTrue(FloatTag(), hn::Ge(block.range.least_v, from_bits(v_least_)));
@@ -708,15 +772,11 @@ class BlockEncoder {
 
   HWY_INLINE void write(const Words& words, std::size_t i) const {
     const ByteTag d;
-    WordVector of_m[2], of_v[2];
-    FOREBAY_UNROLL
-    for (std::size_t k = 0; k < 2; ++k) {
-      const auto m = hn::Sub(upper_words(words, block_.m + i + k * kLanes), m_base_);
-      of_m[k] = words.with_sign(hn::Mul(m, sixteen_), m);
-      of_v[k] = hn::Mul(hn::Sub(upper_words(words, block_.v + i + k * kLanes), v_base_), sixteen_);
-    }
-    hn::StoreU(in_order(words.upper_bytes(of_m[0], of_m[1])), d, m_codes_ + i);
-    hn::StoreU(in_order(words.upper_bytes(of_v[0], of_v[1])), d, v_codes_ + i);
+    const auto m0 = upper_words(words, block_.m + i), m1 = upper_words(words, block_.m + i + kLanes);
+    const auto v0 = upper_words(words, block_.v + i), v1 = upper_words(words, block_.v + i + kLanes);
+    const auto m = words.with_sign(hn::Sub(words.codes(m0, m1), m_base_), words.upper_bytes(m0, m1));
+    hn::StoreU(words.in_order(m), d, m_codes_ + i);
+    hn::StoreU(words.in_order(hn::Sub(words.codes(v0, v1), v_base_)), d, v_codes_ + i);
   }
 
   // Writes the exponents. A block that is NaN has codes of 0.
@@ -757,9 +817,8 @@ class BlockEncoder {
   bool has_small_m_, has_small_v_;
   Dither dither_;
   BitVector v_least_;
-  WordVector sixteen_ = hidden(set_words(16));
   FloatVector half_least_normal_;
-  WordVector m_base_, v_base_;
+  ByteVector m_base_, v_base_;
 };
 
 template <bool dithered>
@@ -835,11 +894,12 @@ HWY_NOINLINE bool compute_moments(const AdamWArguments& a, const BlockConstants&
   return true;
 }
 
-// The second: roots become quotients, and m and v are rounded. False where a quotient is a NaN, as with a NaN
-// in m or v or an infinite root.
+// The second: roots become the parameters in fp32, and m and v are rounded. False where a parameter is a NaN,
+// as with a NaN in m or v or an infinite root.
 template <bool dithered>
-HWY_NOINLINE bool compute_quotients(const BlockConstants& constants, const NewBlock& block,
-                                    const BlockEncoder<dithered>& encoder, float* HWY_RESTRICT roots) {
+HWY_NOINLINE bool compute_parameters(const BlockConstants& constants, const NewBlock& block,
+                                     const BlockEncoder<dithered>& encoder, const float* master,
+                                     float* HWY_RESTRICT roots) {
   const FloatTag d;
   const AdamWVectors c = constants.update;
   BlockEncoder<dithered> rounding = encoder;
@@ -847,8 +907,9 @@ HWY_NOINLINE bool compute_quotients(const BlockConstants& constants, const NewBl
   for (std::size_t i = 0; i < kMomentBlockCount; i += kLanes) {
     const auto root = divide_finite_by_s2(c, hn::Load(d, roots + i));
     const auto quotient = hn::Div(hn::Load(d, block.m + i), hn::Add(root, c.eps));
-    sum = hn::Add(sum, quotient);
-    hn::Store(quotient, d, roots + i);
+    const auto p = adamw_parameter(c, quotient, hn::LoadU(d, master + i));
+    sum = hn::Add(sum, p);
+    hn::Store(p, d, roots + i);
     rounding.round(i);
   }
   return hn::AllFalse(d, hn::IsNaN(sum));
@@ -857,28 +918,21 @@ HWY_NOINLINE bool compute_quotients(const BlockConstants& constants, const NewBl
 // The third: the master, the parameter and the codes. The others write nothing that is kept.
 template <DataType parameter_type, bool has_parameter, bool dithered>
 HWY_NOINLINE void write_block(const AdamWArguments& a, const BlockConstants& constants, std::size_t start,
-                              const float* HWY_RESTRICT quotients,
+                              const float* HWY_RESTRICT parameters,
                               const BlockEncoder<dithered>& block_encoder,
                               const ParameterWriter<parameter_type>& writer) {
   const FloatTag d;
-  const AdamWVectors c = constants.update;
   const Words words = constants.words;
   const ParameterWriter<parameter_type> parameter = writer;
   BlockEncoder<dithered> encoder = block_encoder;
   for (std::size_t i = 0; i < kMomentBlockCount; i += kGroupCount) {
-    float* const master = a.master + start + i;
     FloatVector p[kGroupVectors];
-    FOREBAY_UNROLL
-    for (std::size_t k = 0; k < kGroupVectors; ++k)
-      p[k] = adamw_parameter(c, hn::Load(d, quotients + i + k * kLanes), hn::LoadU(d, master + k * kLanes));
-    const auto sum = hn::Add(hn::Add(p[0], p[1]), hn::Add(p[2], p[3]));
-    if (HWY_UNLIKELY(!hn::AllFalse(d, hn::IsNaN(sum)))) {
-      FOREBAY_UNROLL
-      for (std::size_t k = 0; k < kGroupVectors; ++k) p[k] = canonical_vector(p[k]);
-    }
     encoder.write(words, i);
     FOREBAY_UNROLL
-    for (std::size_t k = 0; k < kGroupVectors; ++k) hn::StoreU(p[k], d, master + k * kLanes);
+    for (std::size_t k = 0; k < kGroupVectors; ++k) {
+      p[k] = hn::Load(d, parameters + i + k * kLanes);
+      hn::StoreU(p[k], d, a.master + start + i + k * kLanes);
+    }
     if constexpr (has_parameter) parameter.write(words, p, start + i);
   }
 }
@@ -895,7 +949,7 @@ void update_block8(const HostAdamArguments& arguments, std::size_t begin, std::s
   for (std::size_t start = begin; start < end; start += kMomentBlockCount) {
     if (compute_moments<gradient_type>(a, constants, moments, start, block, roots)) {
       const BlockEncoder<dithered> encoder(block, moments, start, constants.dither);
-      if (compute_quotients(constants, block, encoder, roots)) {
+      if (compute_parameters(constants, block, encoder, a.master + start, roots)) {
         write_block<parameter_type, has_parameter>(a, constants, start, roots, encoder, parameter);
         encoder.end(moments, start);
         continue;

@@ -12,14 +12,14 @@
 namespace hwy {
 namespace {
 
-// A bit of ECX, for instruction sets that compilers do not ask for by name.
-bool has_ecx_bit(unsigned leaf, unsigned bit) {
+// Bits of ECX, for instruction sets that not every compiler asks for by name.
+bool has_ecx_bits(unsigned leaf, unsigned bits) {
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
-  return __get_cpuid_count(leaf, 0, &eax, &ebx, &ecx, &edx) != 0 && (ecx >> bit & 1) != 0;
+  return __get_cpuid_count(leaf, 0, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bits) == bits;
 }
 
 std::int64_t find_targets() {
-  constexpr unsigned kFeatures = 1, kExtendedFeatures = 0x80000001;
+  constexpr unsigned kFeatures = 1, kMoreFeatures = 7, kExtendedFeatures = 0x80000001;
   __builtin_cpu_init();
   std::int64_t targets = HWY_STATIC_TARGET;
   if (!__builtin_cpu_supports("ssse3")) return targets;
@@ -29,18 +29,23 @@ std::int64_t find_targets() {
     return targets;
   }
   targets |= HWY_SSE4;
-  const bool has_f16c = has_ecx_bit(kFeatures, 29);
-  const bool has_lzcnt = has_ecx_bit(kExtendedFeatures, 5);
+  const bool has_f16c = has_ecx_bits(kFeatures, 1u << 29);
+  const bool has_lzcnt = has_ecx_bits(kExtendedFeatures, 1u << 5);
   if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("bmi") ||
       !__builtin_cpu_supports("bmi2") || !has_f16c || !has_lzcnt) {
     return targets;
   }
   targets |= HWY_AVX2;
-  // Highway's next target, AVX3_DL, is not among those that it compiles by default.
-  const bool has_avx3 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
-                        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw") &&
-                        __builtin_cpu_supports("avx512cd");
-  return has_avx3 ? targets | HWY_AVX3 : targets;
+  if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512vl") ||
+      !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512bw") ||
+      !__builtin_cpu_supports("avx512cd")) {
+    return targets;
+  }
+  targets |= HWY_AVX3;
+  // VBMI, VBMI2, GFNI, VAES, VPCLMULQDQ, VNNI, BITALG, VPOPCNTDQ. Only sources that ask for it are compiled
+  // for this target, and none for a better one.
+  const bool has_avx3_dl = has_ecx_bits(kMoreFeatures, 1u << 1 | 0x1Fu << 8 | 1u << 6 | 1u << 14);
+  return has_avx3_dl ? targets | HWY_AVX3_DL : targets;
 }
 
 // Not 0 while a test chooses.
