@@ -1,5 +1,6 @@
 // Devices, streams, copies, and the library itself.
 
+#include <algorithm>
 #include <charconv>
 #include <cstring>
 
@@ -63,9 +64,16 @@ Device::~Device() {
 }
 
 Stream Device::stream(void* handle) {
-  if (handle != nullptr) return {handle};
-  if (backend->capabilities().kind == BackendKind::kCuda) return CudaBackend::default_stream();
+  const bool is_cuda = backend->capabilities().kind == BackendKind::kCuda;
+  if (is_cuda) return handle != nullptr ? Stream{handle} : CudaBackend::default_stream();
   const std::lock_guard lock(mutex);
+  if (handle != nullptr) {
+    if (std::find(streams.begin(), streams.end(), handle) == streams.end())
+      misuse(
+          "there is no such stream on this device; give one of forebay_stream_create() that was not "
+          "destroyed, or null");
+    return {handle};
+  }
   if (default_stream.handle == nullptr) default_stream = value_or_throw(backend->stream_create());
   return default_stream;
 }

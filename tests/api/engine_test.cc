@@ -448,6 +448,28 @@ TEST(CApiEngine, RefusesAReleaseOnAnotherStream) {
   forebay_stream_destroy(one.device, stream);
 }
 
+TEST(CApiEngine, GoesOnAfterAStreamThatIsNone) {
+  One one;
+  one.commit();
+  const auto other = c::make<c::Device>(forebay_device_open, "host", nullptr);
+  const auto of_other = c::get<void*>(forebay_stream_create, other);
+  const auto destroyed = c::get<void*>(forebay_stream_create, one.device);
+  forebay_stream_destroy(one.device, destroyed);
+  c::call(forebay_step_begin, one.engine);
+  c::call(forebay_micro_step_begin, one.engine, 0);
+  int number = 0;
+  for (void* const stream : {of_other, destroyed, static_cast<void*>(&number)}) {
+    float values[2] = {};
+    EXPECT_EQ(forebay_acquire(one.engine, one.first, 0, stream), FOREBAY_INVALID_ARGUMENT);
+    EXPECT_NE(last_error().find("no such stream on this device"), std::string::npos) << last_error();
+    EXPECT_EQ(forebay_communicator_all_gather(one.ranks, values, values, 4, 4, stream),
+              FOREBAY_INVALID_ARGUMENT);
+  }
+  EXPECT_OK(forebay_acquire(one.engine, one.first, 0, nullptr));
+  EXPECT_OK(forebay_release(one.engine, one.first, nullptr));
+  EXPECT_OK(forebay_communicator_barrier(one.ranks));
+}
+
 TEST(CApiCxx, AnErrorHasItsCodeAndItsText) {
   try {
     c::make<c::Device>(forebay_device_open, "abacus", nullptr);
