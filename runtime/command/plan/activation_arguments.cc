@@ -51,6 +51,14 @@ Result<bool> read_fused_attention(const std::string& attention) {
   return attention == "fused";
 }
 
+Status check_optimizer(Optimizer optimizer, const ModelPart& part) {
+  if (part.tensor_parallel == 1 || (optimizer != Optimizer::kMuon && optimizer != Optimizer::kAdafactor))
+    return {};
+  return refuse("--optimizer " + std::string(optimizer_name(optimizer)) +
+                " needs whole matrices, which --tensor-parallel " + std::to_string(part.tensor_parallel) +
+                " splits; use another optimizer, or no tensor parallelism");
+}
+
 Result<ActivationRequest> read_activations(const ActivationArguments& arguments) {
   ActivationRequest request;
   ModelPart& part = request.part;

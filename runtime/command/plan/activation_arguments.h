@@ -29,6 +29,9 @@ void add_activation_options(CLI::App& command, ActivationArguments& arguments);
 // Errors: kInvalidArgument unless it is "fused" or "plain".
 Result<bool> read_fused_attention(const std::string& attention);
 
+// Errors: kInvalidArgument for an optimizer that needs whole matrices where --tensor-parallel splits them.
+Status check_optimizer(Optimizer optimizer, const ModelPart& part);
+
 // The placement, the recomputed layers, and the part of pipeline stage 0; the caller fills in the model.
 // Errors: kInvalidArgument naming the option and its allowed values.
 Result<ActivationRequest> read_activations(const ActivationArguments& arguments);

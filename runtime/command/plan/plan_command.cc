@@ -264,6 +264,7 @@ Status plan(const PlanArguments& arguments, bool* holds) {
   int world_size = 1;
   FOREBAY_RETURN_IF_ERROR(read_ranks(arguments, &request, &world_size));
   FOREBAY_RETURN_IF_ERROR(read_options(arguments, &request));
+  FOREBAY_RETURN_IF_ERROR(check_optimizer(request.options.optimizer, request.part));
   FOREBAY_RETURN_IF_ERROR(read_request(arguments, &request, &description));
   FOREBAY_RETURN_IF_ERROR(read_memory(arguments, request.options, &budget));
   FOREBAY_RETURN_IF_ERROR(read_budget(arguments, world_size, &budget));

@@ -61,6 +61,7 @@ Status read_request(const SimulateArguments& arguments, SimulationRequest* reque
                   std::to_string(parts));
   }
   FOREBAY_RETURN_IF_ERROR(arguments.sharding.read(request->options));
+  FOREBAY_RETURN_IF_ERROR(check_optimizer(request->options.optimizer, request->part));
   if (!arguments.sharding.given("dtype") && !request->cluster.device.flops.contains(request->options.dtype))
     request->options.dtype = DataType::kFloat16;
   FOREBAY_ASSIGN_OR_RETURN(request->fused_attention, read_fused_attention(arguments.activations.attention));
