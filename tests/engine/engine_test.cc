@@ -1021,6 +1021,39 @@ TEST_F(SavedState, RemovesOnlyTheStatesThatItSupersedes) {
                                           "step-by-step-notes", "step-function.py"}));
 }
 
+// As a relative path, or a local disk with an older copy. The states differ in nothing but values.
+TEST_F(SavedState, RanksThatFindDifferentStatesAreRefused) {
+  const ToyOptions options = options_for(2, DataType::kBfloat16, 3);
+  const std::string other = directory_ + "/other";
+  std::string digest;
+  run_ranks(3, {}, [&](Rank& rank) {
+    ToyTrainer trainer(options, rank);
+    trainer.initialize();
+    static_cast<void>(trainer.step(0));
+    trainer.engine().save_state(directory_, "x");
+    const std::string found = trainer.engine().digest();
+    static_cast<void>(trainer.step(1));
+    if (rank.communicator->rank() == 0) digest = found;
+  });
+  run_ranks(3, {}, [&](Rank& rank) {
+    ToyTrainer trainer(options, rank);
+    trainer.initialize();
+    static_cast<void>(trainer.step(1));
+    trainer.engine().save_state(other, "x");
+    const int me = rank.communicator->rank();
+    try {
+      trainer.engine().load_state(me == 2 ? other : directory_);
+      ADD_FAILURE() << "two states were loaded";
+    } catch (const Error& error) {
+      EXPECT_NE(std::string(error.what()).find("rank 2 found another state as"), std::string::npos)
+          << error.what();
+    }
+    trainer.engine().load_state(directory_);
+    const std::string loaded = trainer.engine().digest();
+    EXPECT_EQ(loaded, digest);
+  });
+}
+
 TEST_F(SavedState, GoesOnAfterASaveThatFailed) {
   const ToyOptions options = options_for(2, DataType::kBfloat16, 2);
   std::ofstream(directory_ + "/file") << "x";

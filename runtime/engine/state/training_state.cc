@@ -1,5 +1,7 @@
 // Saving and loading the training state of an engine. state_files.h has the form on disk.
 
+#include <xxhash.h>
+
 #include <algorithm>
 #include <array>
 #include <filesystem>
@@ -528,9 +530,28 @@ std::string Engine::Impl::load_state(const std::string& directory, std::optional
   }));
   name = exchange(loading, name).front();
   std::optional<SavedState> opened;
+  agree(local_verdict([&] {
+    try {
+      opened.emplace(directory, name.data());
+    } catch (const Error& error) {
+      if (loading.rank() == 0 || error.code() != StatusCode::kIoError) throw;
+      throw Error(error.code(), error.status().message() +
+                                    "; rank 0 found this state: give all ranks one directory, on a file "
+                                    "system that they share");
+    }
+  }));
+  const std::string manifest_text = opened->manifest().dump();
+  const auto fingerprints =
+      exchange<std::uint64_t>(loading, XXH3_64bits(manifest_text.data(), manifest_text.size()));
   std::vector<std::byte> known;  // The parameters that this rank has.
   agree(local_verdict([&] {
-    opened.emplace(directory, name.data());
+    const auto other = std::ranges::adjacent_find(fingerprints, std::not_equal_to());
+    if (other != fingerprints.end()) {
+      throw Error(StatusCode::kInvalidArgument,
+                  "rank " + std::to_string(other - fingerprints.begin() + 1) + " found another state as " +
+                      opened->path() +
+                      " than rank 0; give all ranks one directory, on a file system that they share");
+    }
     known = check_model(model, *opened);
     check_same_optimizer(options.optimizer, *opened);
   }));

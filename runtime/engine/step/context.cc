@@ -78,7 +78,8 @@ Status StepContext::hint_at_order(const Status& status) const {
                 status.message() +
                     "; in recorded order all ranks lease their units in one order: uneven numbers "
                     "of forward passes are the usual cause of a difference, for example a loop "
-                    "that ends earlier on one rank; run as many on every rank");
+                    "that ends earlier on one rank, an evaluation on rank 0 alone, or experts "
+                    "that are units of their own; run as many on every rank");
 }
 
 void StepContext::must(const Status& status) {
