@@ -2,6 +2,8 @@
 //
 // Every strategy is called with growth_mutex_ and mutex_ held and returns with both held. A strategy that
 // calls the Backend releases mutex_ meanwhile, so others may allocate and free in between.
+#include <chrono>
+
 #include "allocator/arena/chunked_arena.h"
 
 namespace forebay::internal {
@@ -13,6 +15,13 @@ namespace {
 // first pass of a long program loses addresses that the next one could use.
 constexpr std::size_t kMappingsPerChunk = 32;
 constexpr std::size_t kMappingsMin = 8192;
+
+// How long a request may wait for events of streams that freed memory: before new memory is mapped, which
+// takes longer, before that is done although much more is held than was ever live, and before the request is
+// refused. An idle stream reaches an event a few microseconds after it was recorded.
+constexpr std::chrono::microseconds kWaitBeforeGrowth{30};
+constexpr std::chrono::microseconds kWaitBeforeMuchGrowth{2000};
+constexpr std::chrono::microseconds kWaitBeforeRefusal{2000};
 
 }  // namespace
 
@@ -61,6 +70,7 @@ const ChunkedArena::Strategy ChunkedArena::kStrategies[] = {
     &ChunkedArena::serve_from_free_range,
     &ChunkedArena::serve_from_adjacent_ranges,
     &ChunkedArena::serve_from_shown_memory,
+    &ChunkedArena::serve_after_events,
     &ChunkedArena::serve_by_growing_if_worthwhile,
     &ChunkedArena::serve_from_other_region,
     &ChunkedArena::serve_from_memory_shown_by_both_regions,
@@ -92,14 +102,10 @@ Result<DevicePtr> ChunkedArena::allocate_slowly(const Placement& placement, std:
   gathered_at_ = 0;
   none_shown_at_ = 0;
   Miss miss{lock, placement};
-  Outcome outcome = Outcome::kNext;
-  if (placement.fixed) {
-    outcome = serve_fixed(miss);
-  } else {
-    for (const Strategy strategy : kStrategies) {
-      outcome = (this->*strategy)(miss);
-      if (outcome != Outcome::kNext) break;
-    }
+  Outcome outcome = try_strategies(miss);
+  if (outcome == Outcome::kNext && await_events(lock, placement, kWaitBeforeRefusal)) {
+    if (!reserve_books(lock, placement.bytes)) return no_books();
+    outcome = try_strategies(miss);
   }
   if (outcome == Outcome::kServed) return finish(miss, key);
   if (outcome == Outcome::kFailed) return std::move(miss.failure);
@@ -108,6 +114,42 @@ Result<DevicePtr> ChunkedArena::allocate_slowly(const Placement& placement, std:
   }
   lock.unlock();
   return out_of_memory("allocate", placement.bytes, placement.tag, placement, miss.device_full);
+}
+
+// Both locks held; may release mutex_ meanwhile.
+ChunkedArena::Outcome ChunkedArena::try_strategies(Miss& miss) {
+  if (miss.placement.fixed) return serve_fixed(miss);
+  for (const Strategy strategy : kStrategies) {
+    const Outcome outcome = (this->*strategy)(miss);
+    if (outcome != Outcome::kNext) return outcome;
+  }
+  return Outcome::kNext;
+}
+
+// Gives events of other streams than the request's the time to be reached. Whether one was. Both locks held;
+// may release mutex_ meanwhile.
+bool ChunkedArena::await_events(Lock& lock, const Placement& placement, std::chrono::microseconds limit) {
+  std::uint64_t completed = 0;
+  const auto others_wait = [&] {
+    bool any = false;
+    completed = 0;
+    for (unsigned i = 0; i < stream_count_; ++i) {
+      const StreamState& state = streams_[i];
+      if (!state.known || state.capture_region != 0 || (placement.mine >> i & 1) != 0) continue;
+      completed += state.completed_epoch;
+      any = any || state.freed_epoch > state.completed_epoch;
+    }
+    return any && (pending_ != nullptr || shadows_wait_);
+  };
+  if (!others_wait()) return false;
+  const std::uint64_t before = completed;
+  const auto end = std::chrono::steady_clock::now() + limit;
+  do {
+    lock.unlock();
+    settle();
+    lock.lock();
+  } while (others_wait() && std::chrono::steady_clock::now() < end);
+  return completed != before;
 }
 
 // Unmaps addresses that own no memory if there are too many mappings. A step that is known to come again gets
@@ -224,6 +266,19 @@ ChunkedArena::Outcome ChunkedArena::take_shown(Miss& miss) {
   return Outcome::kServed;
 }
 
+// Memory that another stream freed a moment ago. Releases mutex_ meanwhile.
+ChunkedArena::Outcome ChunkedArena::serve_after_events(Miss& miss) {
+  // Any growth for persistent blocks is worthwhile.
+  const bool much =
+      miss.placement.region == kPersistentRegion && total_.reserved_bytes / 2 > total_.peak_live_bytes;
+  return take_after_events(miss, much ? kWaitBeforeMuchGrowth : kWaitBeforeGrowth);
+}
+
+ChunkedArena::Outcome ChunkedArena::take_after_events(Miss& miss, std::chrono::microseconds limit) {
+  if (!await_events(miss.lock, miss.placement, limit)) return Outcome::kNext;
+  return reserve_books(miss.lock, miss.placement.bytes) ? serve_from_free_range(miss) : miss.fail(no_books());
+}
+
 // New memory, unless much more would be held than was ever live. Releases mutex_ meanwhile.
 ChunkedArena::Outcome ChunkedArena::serve_by_growing_if_worthwhile(Miss& miss) {
   const Outcome outcome = take_grown(miss, false);
@@ -275,7 +330,8 @@ ChunkedArena::Outcome ChunkedArena::stitch_again(Miss& miss) {
 
 // New memory, however much is held. Releases mutex_ meanwhile.
 ChunkedArena::Outcome ChunkedArena::serve_by_growing(Miss& miss) {
-  return take_grown(miss, true);
+  const Outcome outcome = take_after_events(miss, kWaitBeforeMuchGrowth);
+  return outcome == Outcome::kNext ? take_grown(miss, true) : outcome;
 }
 
 // Unmaps all wholly free chunks first: their addresses may be missing, or they may lie in a region that

@@ -211,6 +211,43 @@ TEST_F(ArenaTest, ReusesABlockOnAnotherStreamAfterItsEvent) {
   EXPECT_EQ(take(16 * kChunk, streams_[1]), block);
 }
 
+// A device whose streams have nothing to do: each event is reached a moment after it was recorded.
+class IdleDevice final : public ForwardingBackend {
+ public:
+  using ForwardingBackend::ForwardingBackend;
+  Status event_record(Event event, Stream stream) override {
+    asked_count_ = 0;
+    return ForwardingBackend::event_record(event, stream);
+  }
+  Result<bool> event_query(Event event) override {
+    if (++asked_count_ < 3) return false;
+    FOREBAY_RETURN_IF_ERROR(ForwardingBackend::event_synchronize(event));
+    return ForwardingBackend::event_query(event);
+  }
+
+ private:
+  int asked_count_ = 0;
+};
+
+// As of cuMemAlloc() and cuMemFreeAsync() in a program with one stream.
+TEST_F(ArenaTest, ARequestWithoutAStreamUsesWhatTheOnlyStreamFreed) {
+  IdleDevice device(*backend_);
+  const auto arena = Arena::create(device).value();
+  std::vector<DevicePtr> blocks;
+  std::uint32_t random = 1;
+  for (int i = 0; i < 60000; ++i) {
+    random = random * 1103515245 + 12345;
+    const std::size_t bytes = 1 + (random >> 8) % (kChunk / (i % 2 == 0 ? 4 : 64));
+    blocks.push_back(arena->allocate({.bytes = bytes}).value());
+    if (blocks.size() < 16) continue;
+    ASSERT_TRUE(arena->free(blocks.front(), streams_[0]).ok());
+    blocks.erase(blocks.begin());
+  }
+  const ArenaStatistics found = arena->statistics();
+  EXPECT_LE(found.reserved_bytes, 8 * found.peak_live_bytes) << "else it grows with the number of requests";
+  for (const DevicePtr block : blocks) ASSERT_TRUE(arena->free(block, {}).ok());
+}
+
 TEST_F(ArenaTest, ReuseWaitsForARecordedStreamToo) {
   DevicePtr block = take(16 * kChunk, streams_[0]);
   ASSERT_TRUE(arena_->record_stream(block, streams_[1]).ok());
