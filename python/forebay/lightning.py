@@ -11,6 +11,8 @@ import os
 import shutil
 from typing import Any, Dict, List, Optional
 
+import torch
+
 try:
     import lightning.pytorch as pl
     from lightning.pytorch.strategies import DDPStrategy
@@ -21,6 +23,7 @@ except ImportError:
 import forebay
 from forebay._library import Unsupported
 from forebay.torch.huggingface import moments_are_saved
+from forebay.torch.state import restore_over_weights
 
 
 class Strategy(DDPStrategy):
@@ -71,6 +74,10 @@ class Strategy(DDPStrategy):
         with self.precision_plugin.train_step_context():
             return self._through_forward("training_step", *args, **kwargs)
 
+    def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        scale = self.optimizers[0].loss_scale if self._is_sharded() else 1
+        return super().backward(closure_loss * scale, *args, **kwargs)
+
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.val_step_context():
             return self._through_forward("validation_step", *args, **kwargs)
@@ -116,7 +123,7 @@ class Strategy(DDPStrategy):
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"]):
             if saved:
                 optimizer.load_state_dict(saved)
-        forebay.restore(self.lightning_module, self.restored_path)
+        restore_over_weights(self.lightning_module, self.restored_path)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         super().remove_checkpoint(filepath)

@@ -184,6 +184,9 @@ class FakeEngine:
                 "open_evaluations": int(self.evaluating),
                 "open_acquisitions": sum(len(unit.leases) for unit in self.units)}[name]
 
+    def loss_scale(self):
+        return 1
+
     def norm(self):
         return float(torch.linalg.vector_norm(torch.stack(
             [torch.linalg.vector_norm(p.sum) for p in self.all() if not p.frozen])))

@@ -5,6 +5,7 @@ Small models with random weights; nothing is fetched.
 
 import json
 import os
+import shutil
 import sys
 import tempfile
 import unittest
@@ -18,6 +19,7 @@ support.need_library()
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import safetensors.torch
 import torch
 import transformers
 
@@ -101,12 +103,12 @@ class Data(torch.utils.data.Dataset):
         return {"input_ids": tokens, "labels": tokens.clone()}
 
 
-def trainer_log(is_sharded, stage=3, again=False, **arguments):
+def trainer_log(is_sharded, stage=3, again=False, options=None, dropout=0.1, **arguments):
     transformers.set_seed(0)
-    model = gpt2(dropout=0.1)
+    model = gpt2(dropout)
     optimizers = (None, None)
     if is_sharded:
-        forebay.shard(model, stage=stage)
+        forebay.shard(model, stage=stage, **(options or {}))
         optimizers = (forebay.AdamW(model, lr=1e-3, weight_decay=0.0), None)
     with tempfile.TemporaryDirectory() as directory:
         trainer = transformers.Trainer(
@@ -314,6 +316,42 @@ class Accelerate(Close):
                 digests.append(forebay.digest(model))
         self.assertEqual(digests[0], digests[1])
 
+    def test_several_optimizers_of_which_one_scales_its_loss_are_refused(self):
+        import accelerate
+        accelerator = accelerate.Accelerator(cpu=True)
+        model = forebay.shard(llama(), stage=2, dtype="fp16")
+        critic = torch.nn.Linear(4, 1)
+        model, optimizer, critic, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), critic,
+                                                          torch.optim.SGD(critic.parameters(), lr=1.0))
+        with self.assertRaisesRegex(forebay.Unsupported, "cannot tell which losses to scale"):
+            accelerator.backward(critic(torch.ones(4)).sum())
+
+    def test_other_weights_than_the_moments_have_and_no_moments_are_named(self):
+        import accelerate
+        for dtype in (torch.float32, torch.bfloat16):
+            with self.subTest(dtype), tempfile.TemporaryDirectory() as directory:
+                accelerator = accelerate.Accelerator(cpu=True)
+                model = forebay.shard(llama().to(dtype), stage=2)
+                model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+                for step in range(2):
+                    accelerator.backward(model(**inputs(model, step)).loss)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                accelerator.save_state(directory)
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("error", message="the weights in|there is no")
+                    accelerator.load_state(directory)
+                path = os.path.join(directory, "model.safetensors")
+                weights = safetensors.torch.load_file(path)
+                weights["lm_head.weight"] = weights["lm_head.weight"].flip(0).contiguous()  # As of another tokenizer.
+                safetensors.torch.save_file(weights, path, metadata={"format": "pt"})
+                with self.assertWarnsRegex(UserWarning, "differ from those in the other files of the checkpoint"):
+                    accelerator.load_state(directory)
+                shutil.rmtree(os.path.join(directory, "forebay_0"))
+                with self.assertWarnsRegex(UserWarning, "which has the moments, so they begin at zero"):
+                    accelerator.load_state(directory)
+                self.assertTrue(torch.equal(model.state_dict()["lm_head.weight"], weights["lm_head.weight"]))
+
 
 class Trainer(Close):
     def compare(self, **arguments):
@@ -332,6 +370,14 @@ class Trainer(Close):
 
     def test_accumulation_clipping_and_checkpointing(self):
         self.compare(gradient_accumulation_steps=2, max_grad_norm=0.5, gradient_checkpointing=True)
+
+    def test_the_loss_of_fp16_parameters_is_scaled(self):
+        """By accelerate, which the Trainer and TRL call: a program of theirs has no line for that."""
+        expected, _ = trainer_log(False, dropout=0.0, max_grad_norm=1.0)
+        seen, _ = trainer_log(True, dropout=0.0, max_grad_norm=1.0, options={"dtype": "fp16", "loss_scale": 512})
+        for a, b in zip(seen, expected):
+            for key in b:
+                self.assertAlmostEqual(float(a[key]), float(b[key]), delta=0.02 * float(b[key]), msg=key)
 
     def test_it_trains_twice(self):
         self.compare(again=True)

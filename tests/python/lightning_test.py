@@ -213,6 +213,14 @@ class Lightning(unittest.TestCase):
                 fit(directory, options, epochs=1, precision="bf16-mixed", make=Watched)
                 self.assertEqual(dtypes, {torch.bfloat16}, options)
 
+    def test_the_loss_of_fp16_parameters_is_scaled(self):
+        with tempfile.TemporaryDirectory() as directory:
+            expected, _ = fit(directory, {"stage": 0}, epochs=1)
+            seen, trainer = fit(directory, {"stage": 0, "dtype": "fp16", "loss_scale": 512}, epochs=1)
+        self.assertGreater(trainer.strategy.optimizers[0].grad_norm, 0.1)
+        for a, b in zip(seen.seen, expected.seen):
+            self.assertAlmostEqual(a, b, delta=0.02 * abs(b))
+
     def test_two_ranks_under_torchrun(self):
         expected = support.torchrun(__file__, 2, {"options": None})
         digests = set()

@@ -70,7 +70,7 @@ def train(model, optimizer, steps=4, micro_steps=2, clip=None, rank=0, backward=
         for micro_step in range(micro_steps):
             torch.manual_seed(100 * step + micro_step)
             loss = model(*batch(step, micro_step, rank)) / micro_steps
-            loss.backward()
+            (loss * getattr(optimizer, "loss_scale", 1)).backward()
             seen.append(loss.item())
         if clip is not None:
             seen.append(torch.nn.utils.clip_grad_norm_(model.parameters(), clip).item())

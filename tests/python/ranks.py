@@ -65,12 +65,26 @@ def transport(options):
 
 
 def alone(options):
-    """Rank 0 alone reads the values."""
+    """Rank 0 alone reads the values: before the first step, between steps, and after values were set."""
     made = forebay.shard(models.make(), **options)
-    models.train(made, forebay.AdamW(made, lr=1e-2), rank=RANK)
-    values = made.state_dict() if RANK == 0 else {}
-    total = sum(value.double().sum().item() for value in values.values())
-    return {"rank": RANK, "digest": forebay.digest(made), "total": total}
+    optimizer = forebay.AdamW(made, lr=1e-2)
+    totals = []
+
+    def read():
+        if RANK == 0:
+            totals.append(sum(value.double().sum().item() for value in made.state_dict().values()))
+            with forebay.gathered(made):
+                totals.append(sum(p.double().sum().item() for _, p in made.named_parameters(remove_duplicate=False)))
+
+    read()
+    for _ in range(2):
+        models.train(made, optimizer, steps=1, rank=RANK)
+        read()
+    made.load_state_dict({name: value / 2 for name, value in made.state_dict().items()})
+    read()
+    models.train(made, optimizer, steps=1, rank=RANK)
+    read()
+    return {"rank": RANK, "digest": forebay.digest(made), "totals": totals}
 
 
 def fewer(options):
@@ -166,11 +180,16 @@ def given_up(options, how):
         loss.backward()
     if RANK == 1:
         optimizer.zero_grad()
+    text = ""
     try:
         optimizer.step()
-        return {"rank": RANK, "error": ""}
     except forebay.Error as error:
-        return {"rank": RANK, "error": str(error)}
+        text = str(error)
+    optimizer.zero_grad()
+    if RANK == 0 and options["stage"] != 3:
+        made.state_dict()  # Alone, and training goes on.
+    models.train(made, optimizer, steps=1, rank=RANK)
+    return {"rank": RANK, "error": text}
 
 
 if __name__ == "__main__":

@@ -109,6 +109,16 @@ class OneRank(unittest.TestCase):
         self.assertEqual(len(digests), 1)
         self.assertIn((32768.0, True), scales)  # A step was skipped, and the scale was halved.
 
+    def test_a_loss_that_was_not_scaled_is_refused(self):
+        model = forebay.shard(models.make(), stage=2, dtype="fp16")
+        optimizer = forebay.AdamW(model)
+        model(*models.batch(0, 0)).float().backward()
+        with self.assertRaisesRegex(forebay.InvalidArgument, r"call \(loss \* optimizer\.loss_scale\)\.backward"):
+            optimizer.step()
+        optimizer.zero_grad()
+        (model(*models.batch(0, 0)).float() * optimizer.loss_scale).backward()
+        optimizer.step()
+
     @unittest.skipUnless(hasattr(torch.optim, "Muon"), "this PyTorch has no Muon")
     def test_muon_beside_adamw(self):
         """Two optimizers of torch and a scheduler, wrapped as one."""
@@ -661,9 +671,11 @@ class OneRank(unittest.TestCase):
             with torch.no_grad():
                 model.weight.fill_(1.0)
             if options:  # Else the weights are the masters.
-                with self.assertRaisesRegex(forebay.InvalidArgument, "weight was written in place, and the step would undo that"):
-                    step()
-                optimizer.zero_grad()
+                for use in (step, lambda: forebay.save(model, "nowhere"), lambda: forebay.digest(model)):
+                    with self.assertRaisesRegex(forebay.InvalidArgument, "weight was written in place, and steps and saved"):
+                        use()
+                    optimizer.zero_grad()
+                self.assertFalse(os.path.exists("nowhere"))
                 with forebay.gathered(model, write=True):
                     pass
             for _ in range(2):
@@ -1523,9 +1535,14 @@ class SeveralRanks(unittest.TestCase):
         self.assertEqual(len(set(digests)), 1)
 
     def test_one_rank_alone_reads_the_values_below_stage_3(self):
-        results = torchrun(2, kind="alone", options={"stage": 2})
-        self.assertEqual(results[0]["digest"], results[1]["digest"])
-        self.assertNotEqual(results[0]["total"], 0)
+        """Between steps, and training goes on."""
+        found = []
+        for options in ({"stage": 0}, {"stage": 1, "offload": "optimizer"}, {"stage": 2}):
+            results = torchrun(2, kind="alone", options=options)
+            self.assertEqual(results[0]["digest"], results[1]["digest"])
+            self.assertEqual(results[0]["totals"][0::2], results[0]["totals"][1::2])
+            found.append(results[0])
+        self.assertEqual(found, found[:1] * 3)
 
     def test_a_parameter_that_differs_between_ranks_is_named(self):
         first, second = torchrun(2, kind="different", options={"stage": 1})

@@ -54,7 +54,7 @@ KEYS: List[Key] = [
     # Types
     Key("bf16.enabled", HONOURED, "`dtype=\"bf16\"`"),
     Key("bfloat16.enabled", HONOURED, "`dtype=\"bf16\"`"),
-    Key("fp16.enabled", HONOURED, "`dtype=\"fp16\"`; multiply the loss by `optimizer.loss_scale`"),
+    Key("fp16.enabled", HONOURED, "`dtype=\"fp16\"`; multiply the loss by `optimizer.loss_scale`, as `accelerator.backward()` does"),
     Key("fp16.loss_scale", HONOURED, "0: dynamic; another number: that scale, for ever"),
     Key("fp16.initial_scale_power", HONOURED, "`loss_scale` = 2 to this power"),
     Key("fp16.loss_scale_window", HONOURED, "`loss_scale_growth_interval`"),

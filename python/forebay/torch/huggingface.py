@@ -14,7 +14,7 @@ from typing import Any, Iterator, List, Optional, Tuple
 import torch
 from torch import nn
 
-from forebay._library import InvalidArgument
+from forebay._library import InvalidArgument, Unsupported
 from forebay.torch import state
 from forebay.torch.after_import import after_import
 from forebay.torch.optimizer import Optimizer, wrap
@@ -52,6 +52,13 @@ def _save_in_checkpoint(model: nn.Module, directory: str) -> None:
     state.save(model, directory)
 
 
+def _restore(model: nn.Module, directory: str) -> None:
+    if os.path.isdir(directory):
+        state.restore_over_weights(model, directory)
+    else:
+        warnings.warn(f"there is no {directory}, which has the moments, so they begin at zero; copy it with the checkpoint", stacklevel=3)
+
+
 def _teach_accelerate(module: ModuleType) -> None:
     cls = module.Accelerator
     prepare_model, prepare_optimizer = cls.prepare_model, cls.prepare_optimizer
@@ -73,6 +80,17 @@ def _teach_accelerate(module: ModuleType) -> None:
             if any(hasattr(p, "_forebay") for group in optimizer.param_groups for p in group["params"]):
                 optimizer = wrap(optimizer)
         return prepare_optimizer(self, optimizer, *args, **kwargs)
+
+    backward = cls.backward
+
+    @functools.wraps(backward)
+    def of_scaled(self: Any, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        optimizers = [getattr(one, "optimizer", one) for one in self._optimizers]
+        scales = [one.loss_scale if isinstance(one, Optimizer) else 1.0 for one in optimizers]
+        if len(scales) > 1 and any(scale != 1 for scale in scales):
+            raise Unsupported("this Accelerator has several optimizers, one of them of parameters in fp16, so it cannot tell which losses to "
+                              "scale; call (loss * optimizer.loss_scale).backward() in place of accelerator.backward(loss), or use bf16")
+        backward(self, loss * scales[0] if scales and scales[0] != 1 else loss, *args, **kwargs)
 
     save_state, load_state = cls.save_state, cls.load_state
 
@@ -99,12 +117,12 @@ def _teach_accelerate(module: ModuleType) -> None:
         finally:
             hook.remove()
         for model, directory in found:
-            if "_forebay" in model.__dict__ and os.path.isdir(directory):
-                state.restore(model, directory)
+            if "_forebay" in model.__dict__:
+                _restore(model, directory)
         return result
 
     cls.prepare_model, cls.prepare_optimizer = model_as_it_is, wrapped
-    cls.save_state, cls.load_state = with_moments, moments_too
+    cls.backward, cls.save_state, cls.load_state = of_scaled, with_moments, moments_too
 
 
 def _teach_trainer(module: ModuleType) -> None:
@@ -130,8 +148,8 @@ def _teach_trainer(module: ModuleType) -> None:
     def moments_too(self: Any, checkpoint: Any, *args: Any, **kwargs: Any) -> None:
         load_states(self, checkpoint, *args, **kwargs)
         model = _sharded_in(self.model)
-        if model is not None and checkpoint and os.path.isdir(os.path.join(checkpoint, STATE)):
-            state.restore(model, os.path.join(checkpoint, STATE))
+        if model is not None and checkpoint:
+            _restore(model, os.path.join(checkpoint, STATE))
 
     cls.save_model, cls._save_optimizer_and_scheduler, cls._load_optimizer_and_scheduler = (saved_by_all, with_moments,
                                                                                             moments_too)

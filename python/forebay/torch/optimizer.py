@@ -168,6 +168,9 @@ class Optimizer(torch.optim.Optimizer):
             raise InvalidArgument("another optimizer of this model makes its steps, and the moments are that one's; call its "
                                   "step(), or make a new optimizer, which begins with moments of zero")
         self._check_changes()
+        if not self.sharded.scale_is_known and self.sharded.has_gradients and self.sharded.engine.loss_scale() != 1:
+            raise InvalidArgument("the step divides gradients in fp16 by optimizer.loss_scale, and nothing has multiplied the loss by "
+                                  "it; call (loss * optimizer.loss_scale).backward()")
         scale = getattr(self, "grad_scale", None)  # GradScaler's, while gradients are scaled.
         if scale is not None:
             for gradient in self.sharded.stand_ins.values():
@@ -195,7 +198,8 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def loss_scale(self) -> float:
-        """fp16: multiply the loss by this before backward(). 1 for other types."""
+        """fp16: multiply the loss by this before backward(). 1 for other types. Accelerator.backward() and Lightning do so."""
+        self.sharded.scale_is_known = True
         return self.sharded.engine.loss_scale()
 
     def state_dict(self) -> Dict[str, Any]:

@@ -422,6 +422,8 @@ class Sharded:
         self.homes: Dict[nn.Parameter, torch.Tensor] = {}  # The engine's memory, where each parameter lies.
         self.addresses: List[int] = []  # Of `parameters`.
         self.versions: Dict[nn.Parameter, int] = {}  # As torch counts writes, after forebay's own.
+        self.scale_is_known = False  # The program has asked for optimizer.loss_scale.
+        self.update_runs = False  # Or may do so.
         self.memory = (0, 0)
         self.views: Dict[Tuple[nn.Parameter, int], torch.Tensor] = {}
         self.tasks: Set[int] = set()  # Backward passes that this thread is in.
@@ -499,7 +501,7 @@ class Sharded:
                                       "forebay.gathered(model, write=True). Such a block takes over the tensors assigned before, too")
 
     def refuse_written(self) -> None:
-        """Errors: InvalidArgument for a weight that the program wrote in place, where a step makes it of a master elsewhere."""
+        """Errors: InvalidArgument for a weight that the program wrote in place, where steps make it of a master elsewhere."""
         has_masters = (self.options.get("offload") not in (None, "none")
                        or self.dtype != torch.float32 and self.options.get("master_weights") is not False)
         if self.stage == 3 or not has_masters:  # At stage 3 the guard finds it.
@@ -507,8 +509,8 @@ class Sharded:
         with guard.unwatched():
             written = next((p for p in self.stand_ins if self.versions.setdefault(p, _VERSION(p)) != _VERSION(p)), None)
         if written is not None:
-            raise InvalidArgument(f"{self.names[written]} was written in place, and the step would undo that, since it computes from fp32 "
-                                  "or offloaded master weights; write within forebay.gathered(model, write=True). An empty block of "
+            raise InvalidArgument(f"{self.names[written]} was written in place, and steps and saved states would lose that, since they are "
+                                  "of fp32 or offloaded master weights; write within forebay.gathered(model, write=True). An empty block of "
                                   "that takes over what was written, and leaves the masters of other elements")
 
     def _families(self) -> List[Tuple[nn.Module, List[Optional[nn.Module]], int]]:
@@ -616,7 +618,7 @@ class Sharded:
     def _compare_values(self, communicator: Optional[core.Communicator]) -> None:
         if communicator is None or communicator.size == 1:
             return
-        mine = b"".join(_checksum(p).to_bytes(4, "little") for p in self.parameters)
+        mine = b"".join(checksum(p).to_bytes(4, "little") for p in self.parameters)
         for rank, theirs in enumerate(communicator.exchange(mine)):
             for i, p in enumerate(self.parameters):
                 if theirs[4 * i:4 * i + 4] != mine[4 * i:4 * i + 4]:
@@ -1122,7 +1124,7 @@ class Sharded:
                 values["beta1"] = group["momentum"]
             for name, value in values.items():
                 self.engine.hyperparameter(name, float(value), i)
-        self.calling = True
+        self.calling, ran_before, self.update_runs = True, self.update_runs, True
         try:
             result = self.engine.step()
         except InvalidArgument as error:
@@ -1134,6 +1136,7 @@ class Sharded:
         self.stepped = True
         self.calling = None
         if result.abandoned:
+            self.update_runs = ran_before
             self.guard.end_step()
             raise InvalidArgument("another rank gave this step up, so no rank has made it: there zero_grad() came before step(), or "
                                   "backward() was left out, or an exception ended a pass; let all ranks do so alike, as by an "
@@ -1145,6 +1148,7 @@ class Sharded:
         if self.stage != 3 and self.given.get("check") is not False:
             with self.reading(self.units):  # The program may read and write weights from now on, and the update is only queued.
                 pass
+            self.update_runs = False
         return result
 
     def note_changed(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -1226,16 +1230,17 @@ class Sharded:
 
     @contextlib.contextmanager
     def reading(self, units: Sequence[Unit]) -> Iterator[None]:
-        """The values of these units are valid within. Collective."""
+        """The values of these units are valid within. Collective, except where all weights lie in place."""
         self.commit()
         self.end_interrupted(lambda: calls_on_stack(self.model))
         self.refuse_moved([p for unit in units for p in unit.plan.own])
         taken: List[Unit] = []
+        in_place = self.stage != 3 and not self.update_runs and "parameters" not in (self.options.get("offload") or "")
         self.readers += 1
         try:
             with torch.no_grad():
                 for unit in units:
-                    if not unit.held:
+                    if not unit.held and not in_place:
                         taken.append(unit)
                         self.acquire_forward(unit)
             yield
@@ -1268,7 +1273,7 @@ def _reduce(p: nn.Parameter, protocol: Any) -> Any:
         return plain.__reduce_ex__(protocol)
 
 
-def _checksum(p: nn.Parameter) -> int:
+def checksum(p: nn.Parameter) -> int:
     if p.is_meta:
         return 0
     value = p.detach().cpu().contiguous()

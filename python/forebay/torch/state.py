@@ -23,7 +23,7 @@ from torch import nn
 from forebay._library import InvalidArgument, Unsupported, open_to_read
 from forebay.torch import describe
 from forebay.torch.optimizer import sharded_of
-from forebay.torch.sharded import SavingOutcome, Sharded
+from forebay.torch.sharded import SavingOutcome, Sharded, checksum
 
 Path = Union[str, os.PathLike]
 
@@ -514,6 +514,7 @@ def save(model: nn.Module, directory: Path, state: Any = None, background: bool 
     sharded = sharded_of(model)
     sharded.between_steps(keeps_gradients=True)
     sharded.refuse_replaced()
+    sharded.refuse_written()
     error = sharded.end_saving()
     if error is not None:
         raise type(error)(f"the state that save(background=True) began to save before is not saved, and this save was not begun, so call "
@@ -580,6 +581,26 @@ def restore(model: nn.Module, directory: Path) -> Any:
     return saved.get("state")
 
 
+def _checksums(sharded: Sharded) -> List[int]:
+    found = []
+    for unit in sharded.units:
+        with sharded.reading([unit]), torch.no_grad():
+            found += [checksum(p) for p in unit.plan.own]
+    return found
+
+
+def restore_over_weights(model: nn.Module, directory: Path) -> None:
+    """restore() of a checkpoint whose other files have given the weights. Warns where those differ. Collective."""
+    sharded = sharded_of(model)
+    sharded.commit()
+    loaded = _checksums(sharded)
+    restore(model, directory)
+    if _checksums(sharded) != loaded:
+        warnings.warn(f"the weights in {directory} differ from those in the other files of the checkpoint, and training goes on with "
+                      "those in the directory. To use the others, as after an edit, remove the directory; then moments begin at "
+                      "zero", stacklevel=2)
+
+
 def report(model: nn.Module) -> core.Report:
     """The plan and the statistics of a sharded model: {"model", "options", "plan", "statistics"}. Collective.
 
@@ -595,4 +616,5 @@ def digest(model: nn.Module) -> str:
     sharded = sharded_of(model)
     sharded.between_steps()
     sharded.refuse_replaced()
+    sharded.refuse_written()
     return sharded.engine.digest()
