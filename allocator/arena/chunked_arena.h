@@ -391,7 +391,6 @@ class ChunkedArena final : public Arena {
   Outcome serve_from_adjacent_ranges(Miss& miss);
   Outcome serve_from_shown_memory(Miss& miss);
   Outcome serve_after_events(Miss& miss);
-  Outcome take_after_events(Miss& miss, std::chrono::microseconds limit);
   Outcome serve_by_growing_if_worthwhile(Miss& miss);
   Outcome serve_from_other_region(Miss& miss);
   Outcome serve_from_memory_shown_by_both_regions(Miss& miss);
@@ -407,7 +406,9 @@ class ChunkedArena final : public Arena {
   Result<DevicePtr> finish(Miss& miss, std::uint64_t key);
   bool reserve_books(Lock& lock, std::size_t bytes);
   Outcome try_strategies(Miss& miss);
-  bool await_events(Lock& lock, const Placement& placement, std::chrono::microseconds limit);
+  bool others_wait(const Placement& placement) const;
+  Outcome wait_for_events(Miss& miss, std::chrono::microseconds limit);
+  void await_events(const Placement& placement, std::chrono::microseconds limit);
   void limit_mappings(Lock& lock, const Placement& placement);
 
   // Placements of an earlier run (arena/learned.cc).

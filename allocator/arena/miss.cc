@@ -29,6 +29,7 @@ enum class ChunkedArena::Outcome : std::uint8_t {
   kServed,  // Miss::range holds the block.
   kNext,    // Not this way; the next strategy may do.
   kFailed,  // Miss::failure is final.
+  kWait,    // Try all again after events had Miss::wait to be reached.
 };
 
 struct ChunkedArena::Miss {
@@ -39,7 +40,9 @@ struct ChunkedArena::Miss {
   std::size_t start = 0;
   Status device_full;  // The device's latest out-of-memory message. OK: it had none.
   Status failure;
-  bool addresses_used_up = false;  // The latest stitch lacked nothing but addresses.
+  bool addresses_used_up = false;      // The latest stitch lacked nothing but addresses.
+  std::chrono::microseconds waited{};  // The longest time so far.
+  std::chrono::microseconds wait{};
 
   bool shared() const { return placement.region < kSharedRegionCount; }
   Outcome serve(Range* found) {
@@ -87,25 +90,31 @@ Result<DevicePtr> ChunkedArena::allocate_slowly(const Placement& placement, std:
   if (Range* range = find_without_growth(lock, placement)) {
     return make_block(range, align_up(range->offset, placement.alignment), placement, key);
   }
-  lock.unlock();
-  std::lock_guard growth(growth_mutex_);
-  lock.lock();
-  if (!may_serve(placement.region)) {
-    return Status(
-        StatusCode::kUnavailable, "cannot allocate ", format_bytes(placement.bytes),
-        ": its tag was paused, or its capture released, meanwhile; resume it, or use another tag or stream");
-  }
-  recover_stranded(lock);
-  limit_mappings(lock, placement);
-  if (!reserve_books(lock, placement.bytes)) return no_books();
-  gather_max_ = kMissScanMax;
-  gathered_at_ = 0;
-  none_shown_at_ = 0;
   Miss miss{lock, placement};
-  Outcome outcome = try_strategies(miss);
-  if (outcome == Outcome::kNext && await_events(lock, placement, kWaitBeforeRefusal)) {
+  Outcome outcome = Outcome::kWait;
+  std::unique_lock growth(growth_mutex_, std::defer_lock);
+  while (outcome == Outcome::kWait) {
+    lock.unlock();
+    if (miss.wait != miss.waited) {
+      await_events(placement, miss.wait);
+      miss.waited = miss.wait;
+    }
+    growth.lock();
+    lock.lock();
+    if (!may_serve(placement.region)) {
+      return Status(StatusCode::kUnavailable, "cannot allocate ", format_bytes(placement.bytes),
+                    ": its tag was paused, or its capture released, meanwhile; resume it, or use another tag "
+                    "or stream");
+    }
+    recover_stranded(lock);
+    limit_mappings(lock, placement);
     if (!reserve_books(lock, placement.bytes)) return no_books();
+    gather_max_ = kMissScanMax;
+    gathered_at_ = 0;
+    none_shown_at_ = 0;
     outcome = try_strategies(miss);
+    if (outcome == Outcome::kNext) outcome = wait_for_events(miss, kWaitBeforeRefusal);
+    if (outcome == Outcome::kWait) growth.unlock();
   }
   if (outcome == Outcome::kServed) return finish(miss, key);
   if (outcome == Outcome::kFailed) return std::move(miss.failure);
@@ -126,30 +135,33 @@ ChunkedArena::Outcome ChunkedArena::try_strategies(Miss& miss) {
   return Outcome::kNext;
 }
 
-// Gives events of other streams than the request's the time to be reached. Whether one was. Both locks held;
-// may release mutex_ meanwhile.
-bool ChunkedArena::await_events(Lock& lock, const Placement& placement, std::chrono::microseconds limit) {
-  std::uint64_t completed = 0;
-  const auto others_wait = [&] {
-    bool any = false;
-    completed = 0;
-    for (unsigned i = 0; i < stream_count_; ++i) {
-      const StreamState& state = streams_[i];
-      if (!state.known || state.capture_region != 0 || (placement.mine >> i & 1) != 0) continue;
-      completed += state.completed_epoch;
-      any = any || state.freed_epoch > state.completed_epoch;
-    }
-    return any && (pending_ != nullptr || shadows_wait_);
-  };
-  if (!others_wait()) return false;
-  const std::uint64_t before = completed;
+// Whether memory waits for events of other streams than the request's. mutex_ held.
+bool ChunkedArena::others_wait(const Placement& placement) const {
+  if (pending_ == nullptr && !shadows_wait_) return false;
+  for (unsigned i = 0; i < stream_count_; ++i) {
+    const StreamState& state = streams_[i];
+    if (!state.known || state.capture_region != 0 || (placement.mine >> i & 1) != 0) continue;
+    if (state.freed_epoch > state.completed_epoch) return true;
+  }
+  return false;
+}
+
+// kWait if the request has not waited as long and there is something to wait for. Both locks held.
+ChunkedArena::Outcome ChunkedArena::wait_for_events(Miss& miss, std::chrono::microseconds limit) {
+  if (miss.waited >= limit || !others_wait(miss.placement)) return Outcome::kNext;
+  miss.wait = limit;
+  return Outcome::kWait;
+}
+
+// Called without a lock: recording an event may wait for room in a queue.
+void ChunkedArena::await_events(const Placement& placement, std::chrono::microseconds limit) {
   const auto end = std::chrono::steady_clock::now() + limit;
-  do {
-    lock.unlock();
+  bool waits = true;
+  while (waits && std::chrono::steady_clock::now() < end) {
     settle();
-    lock.lock();
-  } while (others_wait() && std::chrono::steady_clock::now() < end);
-  return completed != before;
+    const Lock lock(mutex_);
+    waits = others_wait(placement);
+  }
 }
 
 // Unmaps addresses that own no memory if there are too many mappings. A step that is known to come again gets
@@ -266,17 +278,12 @@ ChunkedArena::Outcome ChunkedArena::take_shown(Miss& miss) {
   return Outcome::kServed;
 }
 
-// Memory that another stream freed a moment ago. Releases mutex_ meanwhile.
+// Memory that another stream freed a moment ago.
 ChunkedArena::Outcome ChunkedArena::serve_after_events(Miss& miss) {
   // Any growth for persistent blocks is worthwhile.
   const bool much =
       miss.placement.region == kPersistentRegion && total_.reserved_bytes / 2 > total_.peak_live_bytes;
-  return take_after_events(miss, much ? kWaitBeforeMuchGrowth : kWaitBeforeGrowth);
-}
-
-ChunkedArena::Outcome ChunkedArena::take_after_events(Miss& miss, std::chrono::microseconds limit) {
-  if (!await_events(miss.lock, miss.placement, limit)) return Outcome::kNext;
-  return reserve_books(miss.lock, miss.placement.bytes) ? serve_from_free_range(miss) : miss.fail(no_books());
+  return wait_for_events(miss, much ? kWaitBeforeMuchGrowth : kWaitBeforeGrowth);
 }
 
 // New memory, unless much more would be held than was ever live. Releases mutex_ meanwhile.
@@ -330,7 +337,7 @@ ChunkedArena::Outcome ChunkedArena::stitch_again(Miss& miss) {
 
 // New memory, however much is held. Releases mutex_ meanwhile.
 ChunkedArena::Outcome ChunkedArena::serve_by_growing(Miss& miss) {
-  const Outcome outcome = take_after_events(miss, kWaitBeforeMuchGrowth);
+  const Outcome outcome = wait_for_events(miss, kWaitBeforeMuchGrowth);
   return outcome == Outcome::kNext ? take_grown(miss, true) : outcome;
 }
 
