@@ -112,10 +112,11 @@ class Arena {
   virtual ~Arena() = default;
 
   // Allocates a block. Zero bytes give a distinct block of kBlockGranule bytes.
-  // Order:  never waits for the device's work: 30 us at most for an event before it takes new memory, and 2
-  // ms
-  //         before it refuses. Freed memory that queued work may still use counts as taken. The message of
-  //         kOutOfMemory says how much that is; the caller may synchronize and ask again.
+  // Order:  waits 30 us at most for other streams' events before it takes new memory, 2 ms before it takes
+  // much
+  //         more than was ever live or refuses, and never for their work. Freed memory that queued work may
+  //         still use counts as taken. The message of kOutOfMemory says how much that is; the caller may
+  //         synchronize and ask again.
   // Errors: kInvalidArgument for the alignment, region or tag; kUnavailable for a paused tag; kOutOfMemory,
   //         with the request, the free memory and the tags that hold memory; the Backend's error if it fails.
   virtual Result<DevicePtr> allocate(const AllocationRequest& request) = 0;

@@ -210,8 +210,9 @@ FOREBAY_API int32_t forebay_arena_create(forebay_device* device, forebay_options
                                          forebay_arena** arena);
 
 /* Allocates a block, aligned to 512 bytes. `stream` uses it first. `tag`: 0, or one of
- * forebay_arena_tag_create(). `flags`: 0, or FOREBAY_PERSISTENT and FOREBAY_FIXED combined. Never waits for
- * the device.
+ * forebay_arena_tag_create(). `flags`: 0, or FOREBAY_PERSISTENT and FOREBAY_FIXED combined. Waits 30 us
+ * at most for other streams' events before it takes new memory, 2 ms before it takes much more than was ever
+ * live or refuses, and never for their work.
  * Errors: FOREBAY_OUT_OF_MEMORY, with the free memory and the tags that hold memory. */
 FOREBAY_API int32_t forebay_arena_allocate(forebay_arena* arena, uint64_t bytes, void* stream /* or null */,
                                            int32_t tag, int32_t flags, void** block);
