@@ -113,9 +113,8 @@ class Arena {
 
   // Allocates a block. Zero bytes give a distinct block of kBlockGranule bytes.
   // Order:  waits 30 us at most for other streams' events before it takes new memory, 2 ms before it takes
-  // much
-  //         more than was ever live or refuses, and never for their work. Freed memory that queued work may
-  //         still use counts as taken. The message of kOutOfMemory says how much that is; the caller may
+  //         much more than was ever live or refuses, and never for their work. Freed memory that queued work
+  //         may still use counts as taken. The message of kOutOfMemory says how much that is; the caller may
   //         synchronize and ask again.
   // Errors: kInvalidArgument for the alignment, region or tag; kUnavailable for a paused tag; kOutOfMemory,
   //         with the request, the free memory and the tags that hold memory; the Backend's error if it fails.

@@ -100,8 +100,7 @@ Decision::Agreed Decision::exchange(const Hyperparameters& hyperparameters, std:
                  "rank " + std::to_string(r) + " gave other values to step() or set_parameter() than rank " +
                      std::to_string(first) + " by step " + step +
                      ", or one of them alone called freeze() or reset_moments(); learning rates, weight "
-                     "decay, clip, "
-                     "initial weights and frozen parameters must be the same on every rank");
+                     "decay, clip, initial weights and frozen parameters must be the same on every rank");
     }
   }
   must(differs.ok() || result.abandoned ? differs : name_difference(hyperparameters, differs));

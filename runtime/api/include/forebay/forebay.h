@@ -776,13 +776,13 @@ FOREBAY_API int32_t forebay_lock(forebay_engine* engine, const char* directory);
 
 /* Saves weights, optimizer states, step counts and loss scale under `directory`, which it makes if it is not
  * there, with any bytes of the trainer's own, of which rank 0's are kept. A kill at any moment leaves the
- * last saved state whole. With order-of-units "recorded" this, forebay_save_begin() and forebay_save_end()
- * also work in a step, after a micro-step's backward pass, which they end: the state is that of the step
- * before, without the gradients that wait. A rank that calls forebay_abandon() saves nothing within that
- * step. Collective. Errors: on all ranks; the engine goes on: FOREBAY_IO_ERROR; FOREBAY_INVALID_ARGUMENT
- * where another tool wrote the file `latest` there, where that names the state of a model with other
- * parameters, and where another engine of this process saved its state there or loaded it, and this one did
- * not. */
+ * last saved state whole.
+ * With order-of-units "recorded" this, forebay_save_begin() and forebay_save_end() also work in a step, after
+ * a micro-step's backward pass, which they end: the state is that of the step before, without the gradients
+ * that wait. A rank that calls forebay_abandon() saves nothing within that step. Collective.
+ * Errors: on all ranks; the engine goes on: FOREBAY_IO_ERROR; FOREBAY_INVALID_ARGUMENT where another tool
+ * wrote the file `latest` there, where that names the state of a model with other parameters, and where
+ * another engine of this process saved its state there or loaded it, and this one did not. */
 FOREBAY_API int32_t forebay_save(forebay_engine* engine, const char* directory,
                                  const void* trainer_state /* or null */, uint64_t trainer_state_bytes);
 
