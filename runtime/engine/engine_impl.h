@@ -299,6 +299,11 @@ struct Engine::Impl : StepContext {
   void write_values(internal::StateFile target, bool saves_grid, const PartReader& read) const;
   nlohmann::json state_manifest(const std::string& trainer_state, int saving_ranks) const;
   std::string load_state(const std::string& directory, std::optional<std::uint64_t> step);
+  std::string load_state(Communicator& loading, const std::string& directory, const std::string& name);
+  std::string name_of_state(Communicator& loading, const std::string& directory,
+                            std::optional<std::uint64_t> step);
+  bool is_superseded(Communicator& loading, const std::string& directory, std::optional<std::uint64_t> step,
+                     const std::string& name);
   void load_part(internal::SavedState& saved, const ParameterShape& parameter, const char* field,
                  std::uint64_t offset, std::span<float> values);
   void load_values(internal::SavedState& saved);

@@ -504,9 +504,28 @@ Json Engine::Impl::state_manifest(const std::string& trainer_state, int saving_r
 
 std::string Engine::Impl::load_state(const std::string& directory, std::optional<std::uint64_t> step) {
   end_save();
-  std::string trainer_state;
   Communicator& loading = state_ranks(directory);
-  // All ranks load the state that rank 0 finds.
+  constexpr int kMostTries = 10;
+  for (int tries = 1;; ++tries) {
+    const std::string name = name_of_state(loading, directory, step);
+    try {
+      return load_state(loading, directory, name);
+    } catch (const Error& error) {
+      // A job that saves there may have removed this state after it made a newer one. All ranks have one
+      // error.
+      if (error.code() != StatusCode::kIoError || !is_superseded(loading, directory, step, name)) throw;
+      if (tries == kMostTries) {
+        throw Error(error.code(), error.status().message() +
+                                      "; another job replaces it faster than it is loaded: "
+                                      "let that one keep more states");
+      }
+    }
+  }
+}
+
+// The state that rank 0 finds, which all ranks load.
+std::string Engine::Impl::name_of_state(Communicator& loading, const std::string& directory,
+                                        std::optional<std::uint64_t> step) {
   std::array<char, internal::kMostStateName> name{};
   agree(local_verdict([&] {
     if (loading.rank() != 0) return;
@@ -528,11 +547,28 @@ std::string Engine::Impl::load_state(const std::string& directory, std::optional
     }
     found.copy(name.data(), name.size() - 1);
   }));
-  name = exchange(loading, name).front();
+  return exchange(loading, name).front().data();
+}
+
+// Whether rank 0 finds another state than `name` by now. The state of a given step has no successor.
+bool Engine::Impl::is_superseded(Communicator& loading, const std::string& directory,
+                                 std::optional<std::uint64_t> step, const std::string& name) {
+  std::uint64_t superseded = 0;
+  if (loading.rank() == 0 && !step) {
+    static_cast<void>(
+        local_verdict([&] { superseded = internal::find_state(StateDirectory(directory)) != name; }));
+  }
+  const std::vector<std::uint64_t> answers = exchange(everyone(), superseded);
+  return std::ranges::find(answers, std::uint64_t{1}) != answers.end();
+}
+
+std::string Engine::Impl::load_state(Communicator& loading, const std::string& directory,
+                                     const std::string& name) {
+  std::string trainer_state;
   std::optional<SavedState> opened;
   agree(local_verdict([&] {
     try {
-      opened.emplace(directory, name.data());
+      opened.emplace(directory, name);
     } catch (const Error& error) {
       if (loading.rank() == 0 || error.code() != StatusCode::kIoError) throw;
       throw Error(error.code(), error.status().message() +

@@ -13,6 +13,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstdarg>
 #include <cstdint>
 #include <filesystem>
 #include <fstream>
@@ -57,6 +58,19 @@ thread_local std::size_t most_written = SIZE_MAX;
 }
 extern "C" ssize_t write(int file, const void* data, size_t bytes) {
   return ::syscall(SYS_write, file, data, std::min<std::size_t>(bytes, most_written));
+}
+
+// Called before this thread opens a file below a directory.
+namespace {
+thread_local std::function<void(const std::string& name)>* before_open = nullptr;
+}
+extern "C" int openat(int directory, const char* name, int flags, ...) {
+  va_list more;
+  va_start(more, flags);
+  const mode_t mode = va_arg(more, mode_t);
+  va_end(more);
+  if (before_open != nullptr) (*before_open)(name);
+  return static_cast<int>(::syscall(SYS_openat, directory, name, flags, mode));
 }
 
 extern "C" int unlinkat(int directory, const char* name, int flags) {
@@ -431,6 +445,47 @@ TEST_F(SavedStateFiles, AnEngineKeepsItsLockUntilItEnds) {
     EXPECT_FALSE(trainer.step(0).skipped) << "the engine goes on";
     EXPECT_EQ(trainer.engine().load_state(directory_), "x");
   });
+}
+
+// A job that saves removes the state before, which another one may be loading.
+TEST_F(SavedStateFiles, AStateThatAnotherJobReplacesIsFollowed) {
+  const ToyOptions options = options_for(2, DataType::kFloat32, 3);
+  const auto load = [&](const std::string& opened, int replacements) {
+    int replaced = 0;
+    std::function<void(const std::string&)> replace = [&](const std::string& name) {
+      if (name != opened || replaced == replacements) return;
+      const std::string next = internal::state_name(100 + static_cast<std::uint64_t>(++replaced));
+      const std::string old = latest();
+      fs::copy(file(old), file(next));
+      std::ofstream(file("latest")) << next << '\n';
+      fs::remove_all(file(old));
+    };
+    Status status;
+    run_ranks(3, {}, [&](Rank& rank) {
+      ToyTrainer trainer(options, rank);
+      trainer.initialize();
+      trainer.engine().save_state(directory_, "x");
+      const bool meets = rank.communicator->rank() == 2;
+      if (meets) before_open = &replace;
+      const Status mine = verdict([&] { EXPECT_EQ(trainer.engine().load_state(directory_), "x"); });
+      if (meets) before_open = nullptr;
+      if (meets) status = mine;
+      EXPECT_FALSE(trainer.step(0).skipped) << "the engine goes on";
+    });
+    EXPECT_EQ(replaced, replacements);
+    return status;
+  };
+  for (const char* const opened : {"manifest.json", "rank-1-of-3.safetensors"}) {
+    SCOPED_TRACE(opened);
+    const Status followed = load(opened, 3);
+    EXPECT_TRUE(followed.ok()) << followed.to_string();
+    fs::remove_all(directory_);
+    const Status replaced_always = load(opened, 10);
+    EXPECT_EQ(replaced_always.code(), StatusCode::kIoError);
+    EXPECT_NE(replaced_always.message().find("another job replaces it"), std::string::npos)
+        << replaced_always.message();
+    fs::remove_all(directory_);
+  }
 }
 
 TEST_F(SavedStateFiles, AStepIsSavedAgainWithoutAnExchange) {
