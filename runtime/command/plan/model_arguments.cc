@@ -59,6 +59,9 @@ Result<ModelChoice> read_model(const ModelArguments& arguments) {
     if (!given(arguments.batch_option)) model.batch = 1;
     if (given(arguments.sequence_option)) {
       FOREBAY_RETURN_IF_ERROR(read_count("sequence", arguments.sequence, &model.sequence));
+    } else if (shape.positions == 0) {
+      return refuse(shown_path(arguments.config) +
+                    " has no max_position_embeddings; give the tokens of one sequence with --sequence");
     }
   } else {
     FOREBAY_RETURN_IF_ERROR(read_count("layers", arguments.layers, &shape.layers));

@@ -616,6 +616,7 @@ TEST(PlanCommand, RefusesBadInputWithItsNameAndExitCode2) {
       {"--config " + data("malformed.json"), "not a JSON object"},
       {"--config " + data("bert.json"), "gpt2, llama, mistral"},
       {"--config " + data("gpt2_without_width.json"), "n_embd"},
+      {"--config " + data("llama_without_positions.json"), "give the tokens of one sequence with --sequence"},
       {"--parameters 1B --stage 1 --preset deepspeed", "stages 2 and 3 only"},
       {"--parameters 1000T --ranks 4 --stage 3 --micro-steps 1000000 --preset paper",
        "in a step of 1000000 micro-steps are more than 2^64"},
