@@ -63,6 +63,10 @@ class Keys(unittest.TestCase):
         self.assertEqual((made.clip, made.optimizer), (0.0, {"weight_decay": 0.0}))
         self.assertNotIn("gradient_clipping", " ".join(made.without_effect))  # It is "auto".
         self.assertIn("DeepSpeed 0.19 clips to 1.0", deepspeed.understand({}).without_effect[0])
+        for fp16, is_said in (({"enabled": True}, True), ({"enabled": True, "hysteresis": 1}, False),
+                              ({"enabled": False}, False)):
+            said = " ".join(deepspeed.understand({"fp16": fp16}).without_effect)
+            self.assertEqual("DeepSpeed's is 2" in said, is_said, fp16)
         made = deepspeed.understand(json.loads(STAGE_3), ranks=2)
         self.assertEqual(made.options, {
             "stage": 3, "micro_steps": 4, "dtype": "bf16", "offload": "optimizer+parameters",
@@ -92,6 +96,7 @@ class Keys(unittest.TestCase):
         self.assertEqual(deepspeed.understand({"bf16": {"enabled": "True"}}).options["dtype"], "bf16")
         made = deepspeed.understand({"optimizer": {"type": "Adam", "params": {"adam_w_mode": 0}}})
         self.assertEqual(made.options["optimizer"], "adam")
+        self.refused({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1.0}}}, "use gradient_clipping")
         self.refused({"bf16": {"enabled": "perhaps"}}, "bf16.enabled is 'perhaps'", "true or false")
 
     def test_what_is_left_out(self):

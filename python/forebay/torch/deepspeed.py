@@ -117,6 +117,7 @@ KEYS: List[Key] = [
     *_rows(NO_EFFECT, "optimizer.", "one optimizer, in the engine", "params.fused", "params.foreach", "legacy_fusion"),
     *_rows(REFUSED, "optimizer.params.", "forebay updates by the plain rule", "amsgrad", "freeze_step", "nesterov",
            "dampening"),
+    Key("optimizer.params.max_grad_norm", REFUSED, "use `gradient_clipping`", (0, 0.0, None)),
     Key("optimizer.params.bias_correction", REFUSED, "biases are always corrected", (True, None)),
     Key("scheduler.*", REFUSED, "make one of torch.optim.lr_scheduler over the optimizer", (None, {})),
     *_rows(NO_EFFECT, "", "there is one optimizer", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
@@ -253,6 +254,9 @@ def understand(config: Union[str, os.PathLike, Mapping[str, Any]], ranks: int = 
     without_effect: List[str] = []
     if "gradient_clipping" not in read(config):
         without_effect.append("(no gradient_clipping: nothing is clipped, where DeepSpeed 0.19 clips to 1.0)")
+    fp16 = read(config).get("fp16")
+    if isinstance(fp16, Mapping) and "hysteresis" not in fp16 and _enabled(read(config), "fp16"):
+        without_effect.append("(no fp16.hysteresis: it is 1, where DeepSpeed's is 2)")
     for path, value in _leaves(read(config)):
         row = _row(path)
         if isinstance(value, str) and value == "auto":
