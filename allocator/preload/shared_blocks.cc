@@ -44,6 +44,8 @@ constexpr int kDeadlineSeconds = 10;
 // opening process waits longer.
 constexpr long kFullPauseNs = 10'000'000;
 
+constexpr std::uint64_t kMostBytes = std::uint64_t{1} << 48;  // Of a shared block: no device has as much.
+
 // The contents of a handle.
 struct HandleContent {
   std::uint64_t magic;
@@ -93,6 +95,15 @@ bool is_bound_to(int socket, std::uint64_t token) {
   socklen_t found_length = sizeof found;
   return ::getsockname(socket, reinterpret_cast<sockaddr*>(&found), &found_length) == 0 &&
          found_length == length && std::memcmp(&found, &expected, length) == 0;
+}
+
+// Whether the peer is the same user or root. Others get nothing, even with the right token, and give nothing:
+// the address of a process that has ended can be taken by anyone.
+bool is_welcome(int socket) {
+  ucred peer{};
+  socklen_t bytes = sizeof peer;
+  return ::getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &peer, &bytes) == 0 &&
+         (peer.uid == ::getuid() || peer.uid == 0);
 }
 
 void set_deadline(int socket) {
@@ -272,14 +283,6 @@ std::uint64_t Sharing::share(DevicePtr begin, std::size_t bytes) {
   return number;
 }
 
-// Whether the peer is the same user or root. Others get nothing, even with the right token.
-bool is_welcome(int socket) {
-  ucred peer{};
-  socklen_t bytes = sizeof peer;
-  return ::getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &peer, &bytes) == 0 &&
-         (peer.uid == ::getuid() || peer.uid == 0);
-}
-
 // While the process has no free descriptor, the peer waits, up to its deadline, for the program to close
 // some.
 void wait_for_descriptors() {
@@ -430,7 +433,9 @@ bool fetch_chunks(const HandleContent& content, Reply* reply, Arriving* arriving
   const socklen_t length = address_of(content.process, content.token, &address);
   if (!socket.valid()) return false;
   set_deadline(socket.number());
-  if (::connect(socket.number(), reinterpret_cast<sockaddr*>(&address), length) != 0) return false;
+  if (::connect(socket.number(), reinterpret_cast<sockaddr*>(&address), length) != 0 ||
+      !is_welcome(socket.number()))
+    return false;
   const Request request{.magic = kMagic, .token = content.token, .block = content.block};
   std::vector<Descriptor> descriptors;
   if (!send_with(socket.number(), &request, sizeof request, nullptr, 0) ||
@@ -438,6 +443,7 @@ bool fetch_chunks(const HandleContent& content, Reply* reply, Arriving* arriving
       reply->is_known == 0) {
     return false;
   }
+  std::uint64_t total = 0;
   while (arriving->bytes.size() < reply->chunk_count) {
     Batch batch{};
     descriptors.clear();
@@ -454,9 +460,11 @@ bool fetch_chunks(const HandleContent& content, Reply* reply, Arriving* arriving
       }
       arriving->memories.push_back(memory);
       arriving->bytes.push_back(batch.bytes[i]);
+      if (batch.bytes[i] > kMostBytes - total) return false;
+      total += batch.bytes[i];
     }
   }
-  return true;
+  return reply->offset < total && reply->bytes <= total - reply->offset;
 }
 
 DriverResult map_chunks(const Arriving& arriving, DriverDevice device, OpenedBlock* block) {

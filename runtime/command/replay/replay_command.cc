@@ -254,7 +254,7 @@ int play(const ReplayArguments& arguments) {
     }
   }
   if (!arguments.report.empty()) {
-    const Status drawn = write_run_text(arguments.report + "/" + kReportPage, report_page(page));
+    const Status drawn = write_report_file(arguments.report + "/" + kReportPage, report_page(page), false);
     if (!drawn.ok()) return failed(drawn);
   }
   if (!learnt.empty()) {

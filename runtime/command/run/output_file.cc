@@ -15,9 +15,6 @@
 namespace forebay {
 namespace {
 
-// Reports hold command lines, which may hold secrets.
-constexpr mode_t kFileMode = 0600;
-
 Status cannot_write(const std::string& path, const std::string& reason,
                     const char* advice = "name a place that can be written to") {
   return {StatusCode::kIoError, "cannot write " + shown_path(path) + ": " + reason + "; " + advice};
@@ -68,6 +65,41 @@ std::string place_of(const std::string& path) {
   return error ? path : place.string();
 }
 
+// A new file beside `place`, which others cannot read: reports hold command lines, which may hold secrets.
+// Sets `partial` to its name. Errors: -1 and errno.
+int open_partial(const std::string& place, std::string* partial) {
+  *partial = place + ".partial-XXXXXX";
+  return ::mkostemp(partial->data(), O_CLOEXEC);
+}
+
+// As rename(), where nothing has the name `to`. Errors: EEXIST.
+int rename_to_new(const char* from, const char* to) {
+  if (::renameat2(AT_FDCWD, from, AT_FDCWD, to, RENAME_NOREPLACE) == 0) return 0;
+  if (errno != EINVAL && errno != ENOSYS) return -1;
+  // A file system that does not know the flag.
+  struct stat facts {};
+  if (::lstat(to, &facts) == 0) {
+    errno = EEXIST;
+    return -1;
+  }
+  return errno == ENOENT ? ::rename(from, to) : -1;
+}
+
+// Writes a new file and gives it the name `place`. `path` is for messages.
+Status write_whole(const std::string& path, const std::string& place,
+                   const std::function<Status(int file)>& write, int (*rename)(const char*, const char*)) {
+  std::string partial;
+  const int file = open_partial(place, &partial);
+  if (file < 0) return cannot_write(path, std::strerror(errno));
+  std::string reason;
+  if (const Status written = write(file); !written.ok()) reason = written.message();
+  if (::close(file) != 0 && reason.empty()) reason = std::strerror(errno);
+  if (reason.empty() && rename(partial.c_str(), place.c_str()) == 0) return {};
+  if (reason.empty()) reason = std::strerror(errno);
+  (void)::unlink(partial.c_str());
+  return cannot_write(path, reason);
+}
+
 }  // namespace
 
 Status make_report_directory(const std::string& directory) {
@@ -78,8 +110,11 @@ Status make_report_directory(const std::string& directory) {
     return {StatusCode::kIoError, "cannot make --report " + directory + ": " + error.message() +
                                       "; name a directory in one that exists and can be written to"};
   }
-  for (const char* file : {kReportSummary, kReportPage}) {
-    if (!std::filesystem::exists(directory + "/" + file, error)) continue;
+  for (const char* file : {kReportSummary, kReportPage, kReportJson}) {
+    // A link is one too, wherever it leads.
+    if (std::filesystem::symlink_status(directory + "/" + file, error).type() ==
+        std::filesystem::file_type::not_found)
+      continue;
     return {StatusCode::kInvalidArgument,
             "--report " + directory + " has a report already; name an empty directory"};
   }
@@ -117,18 +152,12 @@ Status check_run_file(const std::string& option, const std::string& path, std::s
   if (const std::string problem = directory_problem(directory); !problem.empty()) {
     return refusal(option, path, problem);
   }
-  // As write_run_file() opens it. One that is there may be another run's.
-  const std::string partial = place_of(path) + ".partial";
-  const int flags = O_WRONLY | O_CLOEXEC | O_NONBLOCK | O_NOFOLLOW;
-  int file = ::open(partial.c_str(), flags | O_CREAT | O_EXCL, kFileMode);
-  if (file >= 0) {
-    (void)::unlink(partial.c_str());
-  } else if (errno == EEXIST) {
-    file = ::open(partial.c_str(), flags);
-  }
+  std::string partial;
+  const int file = open_partial(place_of(path), &partial);
   if (file < 0) {
     return refusal(option, path, std::string(std::strerror(errno)) + "; name a place that can be written to");
   }
+  (void)::unlink(partial.c_str());
   ::close(file);
   return {};
 }
@@ -147,38 +176,27 @@ Status check_different_files(const std::string& option, const std::string& path,
 }
 
 Status write_run_file(const std::string& path, const std::function<Status(int file)>& write) {
-  const bool is_stream = is_run_stream(path);
-  const std::string place = is_stream ? path : place_of(path);
-  const std::string target = is_stream ? path : place + ".partial";
-  const int file = is_stream
-                       ? open_output_pipe(target.c_str(), O_NOCTTY | O_APPEND)
-                       : ::open(target.c_str(),
-                                O_WRONLY | O_CLOEXEC | O_NOCTTY | O_CREAT | O_TRUNC | O_NOFOLLOW, kFileMode);
-  if (file < 0 && is_stream && errno == ENXIO)
+  if (!is_run_stream(path)) return write_whole(path, place_of(path), write, ::rename);
+  const int file = open_output_pipe(path.c_str(), O_NOCTTY | O_APPEND);
+  if (file < 0 && errno == ENXIO)
     return cannot_write(path, "no process reads from it", "start the reader first");
   if (file < 0) return cannot_write(path, std::strerror(errno));
-  // It may have been left there, readable by others, or by others.
-  if (!is_stream && ::fchmod(file, kFileMode) != 0) {
-    const Status refused = cannot_write(path, std::strerror(errno));
-    ::close(file);
-    return refused;
-  }
-  std::string reason;
-  if (const Status written = write(file); !written.ok()) reason = written.message();
-  if (::close(file) != 0 && reason.empty()) reason = std::strerror(errno);
-  if (is_stream) return reason.empty() ? Status() : cannot_write(path, reason);
-  if (reason.empty() && std::rename(target.c_str(), place.c_str()) != 0) reason = std::strerror(errno);
-  if (reason.empty()) return {};
-  (void)::unlink(target.c_str());
-  return cannot_write(path, reason);
+  const Status written = write(file);
+  if (::close(file) != 0 && written.ok()) return cannot_write(path, std::strerror(errno));
+  return written.ok() ? Status() : cannot_write(path, written.message());
 }
 
 Status write_run_text(const std::string& path, const std::string& text) {
   return write_run_file(path, [&](int file) { return write_all(file, text); });
 }
 
+Status write_report_file(const std::string& path, const std::string& text, bool replaces) {
+  return write_whole(
+      path, path, [&](int file) { return write_all(file, text); }, replaces ? ::rename : rename_to_new);
+}
+
 Status overwrite_run_text(const std::string& path, const std::string& text) {
-  const int file = ::open(path.c_str(), O_WRONLY | O_CLOEXEC);
+  const int file = ::open(path.c_str(), O_WRONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
   if (file < 0) return cannot_write(path, std::strerror(errno));
   Status written = write_all(file, text);
   if (written.ok() && ::ftruncate(file, static_cast<off_t>(text.size())) != 0) {

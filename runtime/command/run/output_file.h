@@ -27,11 +27,17 @@ Status write_run_file(const std::string& path, const std::function<Status(int fi
 // The same with a text.
 Status write_run_text(const std::string& path, const std::string& text);
 
+// Writes a file of a report's directory, where others may have put links and pipes: none is followed or
+// opened. `replaces`: this process wrote the file before. Otherwise one that is there stays. Errors:
+// kIoError.
+Status write_report_file(const std::string& path, const std::string& text, bool replaces);
+
 // Makes the directory of `--report`, if it does not exist. Errors: kInvalidArgument if it already contains a
 // report; kIoError.
 Status make_report_directory(const std::string& directory);
 inline constexpr char kReportSummary[] = "summary.txt";
 inline constexpr char kReportPage[] = "report.html";
+inline constexpr char kReportJson[] = "summary.json";
 
 // Overwrites a file in place: on a full disk that works as long as the text is no longer than a block.
 // Errors: kIoError.

@@ -4,12 +4,13 @@
 
 #include <algorithm>
 #include <filesystem>
-#include <fstream>
 #include <iterator>
+#include <sstream>
 #include <string_view>
 #include <utility>
 
 #include "forebay/memory_snapshot.h"
+#include "forebay/regular_file.h"
 #include "forebay/text.h"
 #include "forebay/units.h"
 #include "runtime/command/run/output_file.h"
@@ -24,6 +25,7 @@ constexpr std::string_view kSnapshotBeginning(kSnapshotBytes, sizeof kSnapshotBy
 // refused memory all the time, and goes on, is not to keep a core busy with reports.
 constexpr int kWritePauses = 10;
 constexpr std::chrono::seconds kLeastPause{1};
+constexpr std::uint64_t kMostSummaryBytes = 64 << 20;
 
 // The part of a file's name that names the process; a second process with the same number gets a suffix.
 std::string file_name(const ProcessReport& process, std::map<int, int>* uses) {
@@ -55,9 +57,8 @@ Status RunRecorder::open() {
   // Better now than after hours.
   FOREBAY_RETURN_IF_ERROR(check_files());
   if (!outputs.report.empty()) {
-    FOREBAY_RETURN_IF_ERROR(
-        write_run_text(outputs.report + "/" + kReportSummary,
-                       shown_text(options_.command) + "\nthe run goes on, and nothing was reported yet\n"));
+    FOREBAY_RETURN_IF_ERROR(write_report_file(
+        kReportSummary, shown_text(options_.command) + "\nthe run goes on, and nothing was reported yet\n"));
   }
   return {};
 }
@@ -101,27 +102,34 @@ std::vector<std::string> RunRecorder::write(const std::string& state) {
   return lines;
 }
 
+Status RunRecorder::write_report_file(const std::string& name, const std::string& text) {
+  const std::string path = options_.outputs.report + "/" + name;
+  FOREBAY_RETURN_IF_ERROR(forebay::write_report_file(path, text, report_.count(name) > 0));
+  report_.insert(name);
+  return {};
+}
+
 // A file that cannot be written takes none of the others with it.
 std::vector<std::string> RunRecorder::write_report(RunStory* story) {
-  const std::string directory = options_.outputs.report + "/";
   // Somebody may have cleaned up meanwhile; whether it is there now the first file says.
   std::error_code ignored;
   std::filesystem::create_directory(options_.outputs.report, ignored);
-  const auto write = [&](const std::string& path, const std::string& text) {
-    const Status written = write_run_text(path, text);
-    if (!written.ok()) story->not_written.push_back({written.message(), path});
+  const auto write = [&](const std::string& name, const std::string& text) {
+    const Status written = write_report_file(name, text);
+    if (!written.ok())
+      story->not_written.push_back({written.message(), options_.outputs.report + "/" + name});
     return written.ok();
   };
   std::map<int, int> uses;
   for (const ProcessReport& process : story->processes) {
-    const std::string name = directory + file_name(process, &uses);
+    const std::string name = file_name(process, &uses);
     write(name + ".txt", process_text(process));
     write(name + ".json", process_json(process));
   }
-  const bool has_page = write(directory + kReportPage, report_page(story_page(*story)));
-  write(directory + "summary.json", story_json(*story));
+  const bool has_page = write(kReportPage, report_page(story_page(*story)));
+  write(kReportJson, story_json(*story));
   // Last: who finds it finds the rest.
-  const bool has_summary = write(directory + kReportSummary, story_text(*story));
+  const bool has_summary = write(kReportSummary, story_text(*story));
   is_complete_ = is_complete_ && story->not_written.empty();
   std::vector<std::string> lines = told_once(story->not_written);
   if (!has_summary) {
@@ -147,10 +155,12 @@ std::vector<std::string> RunRecorder::without_records(const std::string& state, 
 // Replaces the second line of the report, which states a state that is out of date.
 void RunRecorder::restate_report(const std::string& state) {
   const std::string path = options_.outputs.report + "/" + kReportSummary;
-  std::ifstream file(path, std::ios::binary);
+  const Result<std::string> text = internal::read_regular_file(path, kMostSummaryBytes);
+  if (!text.ok()) return;
+  std::istringstream lines(text.value());
   std::string command, old_state;
-  if (!std::getline(file, command) || !std::getline(file, old_state)) return;
-  const std::string rest{std::istreambuf_iterator<char>(file), {}};
+  if (!std::getline(lines, command) || !std::getline(lines, old_state)) return;
+  const std::string rest{std::istreambuf_iterator<char>(lines), {}};
   (void)overwrite_run_text(path, command + "\n" + shown_text(state) + "\n" + rest);
 }
 

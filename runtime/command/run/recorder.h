@@ -64,6 +64,7 @@ class RunRecorder {
   };
 
   Status check_files() const;
+  Status write_report_file(const std::string& name, const std::string& text);
   // Returns lines for the user.
   std::vector<std::string> write_report(RunStory* story);
   std::vector<std::string> without_records(const std::string& state, const std::string& problem);
@@ -79,7 +80,8 @@ class RunRecorder {
   bool has_new_refusals_ = false;
   bool is_complete_ = true;
   Clock::time_point next_write_{};
-  std::set<std::string> traces_;  // The files that were written.
+  std::set<std::string> report_;  // The files that were written, in the directory.
+  std::set<std::string> traces_;
   std::set<std::string> snapshots_;
 };
 

@@ -72,7 +72,7 @@ int explain(const ExplainArguments& arguments) {
   const Result<std::string> text = explain_file(arguments.path, draws ? &page : nullptr);
   if (!text.ok()) return failed(text.status());
   if (draws) {
-    const Status drawn = write_run_text(arguments.report + "/" + kReportPage, report_page(page));
+    const Status drawn = write_report_file(arguments.report + "/" + kReportPage, report_page(page), false);
     if (!drawn.ok()) return failed(drawn);
   }
   const Status written = write_standard_output(text.value());

@@ -32,6 +32,9 @@ constexpr std::size_t kBeginningBytes = 128;
 bool is_own_json(std::string_view beginning) {
   return beginning.starts_with('{');
 }
+bool is_own_flight(std::string_view beginning) {
+  return beginning.starts_with("{\n  \"cause\"");
+}
 bool is_own_safetensors(std::string_view beginning) {
   return beginning.find(kExportedBy) != std::string_view::npos;
 }
@@ -151,7 +154,8 @@ void check_files(const TrainerOptions& options) {
   }
   check_output("--logits", options.logits_file, &OutputFile::check, is_own_safetensors);
   check_output("--write-tokens", options.tokens_file, &check_new);
-  if (!options.flight_recorder.empty()) check_output("--flight-recorder", flight_file(options, 0));
+  for (int rank = 0; rank < std::max(options.ranks, 1) && !options.flight_recorder.empty(); ++rank)
+    check_output("--flight-recorder", flight_file(options, rank), &OutputFile::check_regular, is_own_flight);
   check_state(options);
   check_drives("--offload-tier", options.offload_directories);
   check_drives("--activations", options.activation_directories);

@@ -66,7 +66,12 @@ Found look_at(const std::string& path) {
 
 }  // namespace
 
-OutputFile::OutputFile(const std::string& path) : path_(path) {
+OutputFile::OutputFile(const std::string& path, Links links) : path_(path) {
+  if (links == Links::kReplace) {
+    target_ = path_;
+    create_temporary();
+    return;
+  }
   const Found found = look_at(path_);
   if (found.exists && !found.regular) {
     file_ = open_output_pipe(path_.c_str());
@@ -146,8 +151,8 @@ void OutputFile::fail(const std::string& action, int error) {
                "raise the limit of a file's size (ulimit -f)");
 }
 
-void write_file(const std::string& path, const std::string& text) {
-  OutputFile file(path);
+void write_file(const std::string& path, const std::string& text, OutputFile::Links links) {
+  OutputFile file(path, links);
   file.write(text.data(), text.size());
   file.finish();
 }

@@ -13,9 +13,11 @@ namespace forebay::gpt {
 // nobody opens for reading within some seconds is an error.
 class OutputFile {
  public:
+  // A link that others put at a name which the user did not choose is replaced, as is any other file there.
+  enum class Links { kFollow, kReplace };
   // Errors: throws Error(kIoError), also for a directory or a file that may not be written. So do write() and
   // finish().
-  explicit OutputFile(const std::string& path);
+  explicit OutputFile(const std::string& path, Links links = Links::kFollow);
   ~OutputFile();
   OutputFile(const OutputFile&) = delete;
   OutputFile& operator=(const OutputFile&) = delete;
@@ -40,7 +42,8 @@ class OutputFile {
 };
 
 // Writes `text` by an OutputFile. Errors: throws Error(kIoError).
-void write_file(const std::string& path, const std::string& text);
+void write_file(const std::string& path, const std::string& text,
+                OutputFile::Links links = OutputFile::Links::kFollow);
 
 // Remembers that this process could not write a file that the training itself does not need.
 void note_output_failed() noexcept;

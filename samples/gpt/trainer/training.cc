@@ -25,7 +25,8 @@ namespace {
 void write_flight_record(const TrainerOptions& options, const Communicator& communicator) {
   try {
     write_file(flight_file(options, communicator.rank()),
-               flight_json(communicator.status(), communicator.last_operations()));
+               flight_json(communicator.status(), communicator.last_operations()),
+               OutputFile::Links::kReplace);
   } catch (const Error& error) {
     std::fprintf(stderr, "forebay-gpt: %s\n", error.status().message().c_str());
   }

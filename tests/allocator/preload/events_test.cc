@@ -1384,7 +1384,7 @@ TEST(RunReportOfAProcess, RecordsStayIfTheReportCannotBeWritten) {
   const std::string summary = read_text(directory / "report/summary.txt");
   EXPECT_TRUE(has(summary, "the command has ended with 0, and not all of this report could be written"))
       << summary;
-  EXPECT_TRUE(has(summary, "cannot write " + (directory / "report/report.html") + ": Is a directory"))
+  EXPECT_TRUE(has(summary, "cannot write " + (directory / "report/report.html") + ": File exists"))
       << summary;
   EXPECT_FALSE(has(summary, "the run goes on")) << summary;
 }
@@ -1412,7 +1412,7 @@ TEST(RunReportOfAProcess, IsCompleteExceptForAFileThatCannotBeWritten) {
   EXPECT_TRUE(has(read_text(report + "/report.html"), "</html>"));
   for (const std::string& text : {summary, run.output}) {
     EXPECT_TRUE(has(text, "cannot write " + report + "/rank-0-process-")) << text;
-    EXPECT_TRUE(has(text, ".txt: Is a directory; name a place")) << text;
+    EXPECT_TRUE(has(text, ".txt: File exists; name a place")) << text;
     EXPECT_TRUE(has(text, "the worst: rank 1, process ")) << text;
   }
   EXPECT_TRUE(has(summary, "\n  rank 0, process ")) << summary;
@@ -1561,16 +1561,18 @@ TEST(RunReportOfAProcess, AnUnreadableDirectoryIsNotReportedAsMissing) {
 
 TEST(RunTrace, AnEarlierFileStaysUntilTheNewOneIsComplete) {
   const TemporaryDirectory directory;
-  const std::string trace = directory / "trace.txt", link = directory / "link.txt";
+  const std::string place = directory / "place", moved = directory / "moved", link = directory / "link.txt";
+  const std::string trace = place + "/trace.txt";
+  std::filesystem::create_directory(place);
   ASSERT_EQ(forebay_run({"--trace", trace, "--", program("events_program"), "steps"}).exit_code, 0);
   const std::string before = read_text(trace);
   ASSERT_EQ(::symlink(trace.c_str(), link.c_str()), 0);
   const Finished failed =
       forebay_run({"--trace", trace, "--", "/bin/sh", "-c",
-                   "mkdir " + trace + ".partial; exec " + program("events_program") + " full"},
+                   "mv " + place + " " + moved + "; exec " + program("events_program") + " full"},
                   {{"TMPDIR", directory.path()}});
+  std::filesystem::rename(moved, place);
   const std::string after = read_text(trace);
-  ASSERT_EQ(::rmdir((trace + ".partial").c_str()), 0);
   const Finished run = forebay_run({"--trace", link, "--", program("events_program"), "full"});
 
   EXPECT_TRUE(has(failed.output, "cannot write --trace " + trace)) << failed.output;

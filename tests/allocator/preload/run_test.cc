@@ -342,7 +342,6 @@ TEST(RunCommand, FilesAreForTheirUserAloneAndHaveNoSecrets) {
   const TemporaryDirectory directory;
   const std::string report = directory / "report";
   const std::string trace = directory / "trace";
-  std::ofstream(trace + ".partial") << "left by a run that was killed";  // Others may read it.
 
   const Finished run = forebay_run({"--report", report, "--trace", trace, "--", program("memory_program"),
                                     "info", "--api-key", "hunter2hunter2", "TOKEN=correcthorse"});
@@ -363,19 +362,51 @@ TEST(RunCommand, FilesAreForTheirUserAloneAndHaveNoSecrets) {
   EXPECT_GE(files, 4);
 }
 
+// Others may write to the directory of a report.
 TEST(RunCommand, APlantedLinkIsNotWrittenThrough) {
   const TemporaryDirectory directory;
   const std::string report = directory / "report";
   const std::string other = directory / "other";
-  std::filesystem::create_directory(report);
+  const auto text_of = [](const std::string& path) {
+    std::ifstream file(path);
+    return std::string((std::istreambuf_iterator<char>(file)), {});
+  };
   std::ofstream(other) << "of another program";
-  std::filesystem::create_symlink(other, report + "/summary.txt.partial");
 
-  const Finished run = forebay_run({"--report", report, "--", program("memory_program"), "info"});
+  for (const char* const name : {"summary.txt", "summary.json", "report.html"}) {
+    std::filesystem::create_directory(report);
+    std::filesystem::create_symlink(other, report + "/" + name);
+    const Finished run = forebay_run({"--report", report, "--", program("memory_program"), "info"});
+    EXPECT_EQ(run.exit_code, 2) << run.output;
+    EXPECT_NE(position(run.output, "has a report already"), std::string::npos) << run.output;
+    std::filesystem::remove_all(report);
+  }
+  const Finished run =
+      forebay_run({"--report", report, "--", "/bin/sh", "-c",
+                   "cd " + report + "; rm summary.txt; ln -s " + other + " summary.txt; ln -s " + other +
+                       " summary.json; mkfifo report.html; mkfifo report.html.partial; echo mine "
+                       ">process-$$.json; exec " +
+                       program("memory_program") + " info"});
 
-  EXPECT_NE(position(run.output, "Too many levels of symbolic links"), std::string::npos) << run.output;
-  std::ifstream file(other);
-  EXPECT_EQ(std::string((std::istreambuf_iterator<char>(file)), {}), "of another program");
+  EXPECT_EQ(text_of(other), "of another program");
+  EXPECT_EQ(run.exit_code, 0) << run.output;
+  for (const char* const kept :
+       {"summary.json: File exists", "report.html: File exists", ".json: File exists"})
+    EXPECT_NE(position(run.output, kept), std::string::npos) << kept << "\n" << run.output;
+  EXPECT_NE(text_of(report + "/summary.txt").find("memory_program"), std::string::npos) << "its own";
+  EXPECT_FALSE(std::filesystem::is_symlink(report + "/summary.txt"));
+}
+
+TEST(RunCommand, AUsersSummaryStays) {
+  const TemporaryDirectory directory;
+  const std::string summary = directory / "summary.json";
+  std::ofstream(summary) << "{\"mine\": 1}";
+
+  const Finished run = forebay_run({"--report", directory.path(), "--", program("memory_program"), "info"});
+
+  EXPECT_EQ(run.exit_code, 2) << run.output;
+  std::ifstream file(summary);
+  EXPECT_EQ(std::string((std::istreambuf_iterator<char>(file)), {}), "{\"mine\": 1}");
 }
 
 // Asked for before there is a command, a report is written as soon as there is one.
@@ -401,29 +432,25 @@ TEST(RunCommand, ASignalBeforeTheCommandStartsIsNotLost) {
 // A second Ctrl-C, or a batch system that sends another signal.
 TEST(RunCommand, FilesAtTheEndAreCompleteDespiteSignals) {
   const TemporaryDirectory directory;
-  const std::string report = directory / "report";
-  std::filesystem::create_directory(report);
-  NamedPipe page(report + "/report.html.partial");
-  page.fill();
-  Process process({FOREBAY_COMMAND, "run", "--report", report, "--", program("process_program"), "signals"},
+  const std::string report = directory / "report", snapshot = directory / "snapshot";
+  NamedPipe trace(directory / "trace");
+  trace.fill();
+  Process process({FOREBAY_COMMAND, "run", "--report", report, "--trace", trace.path(), "--snapshot",
+                   snapshot, "--", program("events_program"), "listen"},
                   on_the_fake());
   ASSERT_TRUE(process.wait_for_output("ready"));
 
   process.signal(SIGTERM);
-  // It waits at the page, which is not read yet; earlier files are those of the process.
-  const auto has_begun = [&] {
-    for (const auto& file : std::filesystem::directory_iterator(report)) {
-      if (file.path().extension() == ".json") return true;
-    }
-    return false;
-  };
-  while (!has_begun()) testing::let_others_run();
+  // It waits at the trace, which is not read yet, after the report and before the snapshot.
+  while (!std::filesystem::exists(report + "/report.html")) testing::let_others_run();
   for (const int number : {SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1}) process.signal(number);
-  EXPECT_TRUE(page.wait_for("</html>"));
+  EXPECT_FALSE(std::filesystem::exists(snapshot));
+  EXPECT_TRUE(trace.wait_for("# allocations of "));
   const Finished run = process.finish();
 
-  EXPECT_EQ(run.exit_code, 10 + SIGTERM) << run.output;
+  EXPECT_EQ(run.exit_code, 0) << run.output;
   EXPECT_NE(position(run.output, "the report is in "), std::string::npos) << run.output;
+  EXPECT_TRUE(std::filesystem::exists(snapshot)) << run.output;
 }
 
 TEST(RunCommand, TheReaderOfItsOutputMayEnd) {

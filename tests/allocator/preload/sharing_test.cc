@@ -104,5 +104,13 @@ TEST(PreloadSharing, AnotherUsersProcessIsRefused) {
       << run.finished.output;
 }
 
+TEST(PreloadSharing, AnotherUserWhoTookTheAddressIsNotAsked) {
+  if (::geteuid() != 0) GTEST_SKIP() << "only root can start a process of another user";
+  PreloadRun run({program("sharing_program"), "impostor"});
+
+  EXPECT_EQ(run.finished.exit_code, 0);
+  EXPECT_EQ(run.finished.output, "opened: 0\nasked an impostor: 0\n");
+}
+
 }  // namespace
 }  // namespace forebay::testing

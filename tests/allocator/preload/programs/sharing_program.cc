@@ -9,6 +9,8 @@
 //   sharing_program crowded-later   the same, but the first has waited for a request before
 //   sharing_program stranger   the second runs in another environment: nothing is preloaded there
 //   sharing_program foreign    the second runs as another user (only root can do that)
+//   sharing_program impostor   another user has taken the address of a process that has ended (only root can
+//   do that)
 #include <fcntl.h>
 #include <poll.h>
 #include <sched.h>
@@ -16,12 +18,14 @@
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
+#include <sys/un.h>
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
+#include <cstddef>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
@@ -345,6 +349,47 @@ int share_with_a_stranger(const char* program, bool is_foreign) {
   return 0;
 }
 
+// A handle whose process has ended, and whose address a process of another user has taken.
+int meet_an_impostor() {
+  if (start() != 0) return 1;
+  CuDevicePtr block = 0, other = 0;
+  CuIpcMemHandle handle{};
+  CHECK_CU(driver.cuMemAlloc_v2(&block, 4096));
+  CHECK_CU(driver.cuIpcGetMemHandle(&handle, block));
+  for (std::size_t i = 8; i < 16; ++i) handle.bytes[i] = static_cast<char>(~handle.bytes[i]);
+  std::uint64_t token = 0;
+  std::memcpy(&token, handle.bytes + 8, sizeof token);
+  int ends[2];
+  CHECK(::pipe(ends) == 0);
+  const pid_t parent = ::getppid();  // Any process that is not this one.
+  std::memcpy(handle.bytes + 24, &parent, sizeof parent);
+  const pid_t impostor = ::fork();
+  if (impostor == 0) {
+    sockaddr_un address{};
+    address.sun_family = AF_UNIX;
+    const int length =
+        std::snprintf(address.sun_path + 1, sizeof address.sun_path - 1, "forebay-ipc-%d-%016llx",
+                      static_cast<int>(parent), static_cast<unsigned long long>(token));
+    const int listener = ::socket(AF_UNIX, SOCK_SEQPACKET, 0);
+    if (::setuid(65534) != 0 ||
+        ::bind(listener, reinterpret_cast<sockaddr*>(&address),
+               static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 +
+                                      static_cast<std::size_t>(length))) != 0 ||
+        ::listen(listener, 1) != 0 || ::write(ends[1], "", 1) != 1) {
+      ::_exit(2);
+    }
+    char request[64];
+    ::_exit(::recv(::accept(listener, nullptr, nullptr), request, sizeof request, 0) > 0 ? 1 : 0);
+  }
+  char ready = 0;
+  CHECK(::read(ends[0], &ready, 1) == 1);
+  std::printf("opened: %d\n", driver.cuIpcOpenMemHandle_v2(&other, handle, 1) == CuResult::kSuccess);
+  int status = 0;
+  CHECK(::waitpid(impostor, &status, 0) == impostor);
+  std::printf("asked an impostor: %d\n", WIFEXITED(status) ? WEXITSTATUS(status) : -1);
+  return 0;
+}
+
 int refuse() {
   if (start() != 0) return 1;
   CuIpcMemHandle handle{};
@@ -384,6 +429,7 @@ int main(int argc, char** argv) {
   if (what == "try") return try_to_open();
   if (what == "try-as-another-user") return ::setuid(65534) == 0 ? try_to_open() : 1;
   if (what == "foreign") return share_with_a_stranger(argv[0], true);
+  if (what == "impostor") return meet_an_impostor();
   if (what == "crowded") return be_crowded(argv[0], false);
   if (what == "crowded-later") return be_crowded(argv[0], true);
   if (what == "stranger") return share_with_a_stranger(argv[0], false);
