@@ -2,18 +2,23 @@
 
     trainer = lightning.Trainer(strategy=forebay.lightning.Strategy(stage=3, offload="optimizer"), ...)
 
-`import forebay.lightning`. Start the program with torchrun, or let the Trainer start its ranks.
+`import forebay.lightning`, after `lightning` or `pytorch_lightning` where both are installed. Start the program with torchrun, or let the Trainer start its ranks.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+import sys
 from typing import Any, Dict, List, Optional
 
 import torch
 
+# Where both packages are there, the one that the program has imported: each refuses the strategies of the other.
+_IS_OLD_NAME = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
 try:
+    if _IS_OLD_NAME:
+        raise ImportError
     import lightning.pytorch as pl
     from lightning.pytorch.strategies import DDPStrategy
 except ImportError:

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import subprocess
 import sys
 import tempfile
 import unittest
@@ -176,6 +177,60 @@ class Lightning(unittest.TestCase):
                              enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False)
         trainer.test(module, data, verbose=False)
         self.assertFalse(hasattr(module, "_forebay"))
+
+    def test_manual_optimization(self):
+        class Manual(Module):
+            def __init__(self):
+                super().__init__()
+                self.automatic_optimization = False
+
+            def configure_optimizers(self):
+                return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+            def training_step(self, batch, _):
+                optimizer = self.optimizers()
+                for _ in range(2):  # Steps of two passes; the root's own parameter is read in each.
+                    optimizer.zero_grad()
+                    for _ in range(2):
+                        loss = (self.net(*batch) * self.scale) / 2
+                        self.manual_backward(loss)
+                        self.seen.append(loss.item())
+                    self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+                    optimizer.step()
+
+        def seen(options=None):
+            pl.seed_everything(0)
+            module = Manual()
+            trainer = pl.Trainer(
+                strategy="ddp" if options is None else forebay.lightning.Strategy(**options), devices=1, accelerator="cpu",
+                max_epochs=1, limit_train_batches=3, logger=False, enable_progress_bar=False, enable_model_summary=False,
+                enable_checkpointing=False)
+            trainer.fit(module, torch.utils.data.DataLoader(Batches(), batch_size=2))
+            return module.seen
+
+        plain = seen()
+        for options in ({"stage": 0}, {"stage": 2, "offload": "optimizer"}, {"stage": 3}):
+            with self.subTest(options=options):
+                sharded = seen(options)
+                self.assertEqual(len(sharded), len(plain))
+                for mine, theirs in zip(sharded, plain):
+                    self.assertAlmostEqual(mine, theirs, delta=1e-5)
+
+    def test_the_package_that_the_program_imported(self):
+        with tempfile.TemporaryDirectory() as directory:
+            other = os.path.join(directory, "lightning", "pytorch")
+            os.makedirs(other)
+            for path, text in ((os.path.dirname(other) + "/__init__.py", ""), (other + "/__init__.py", ""),
+                               (other + "/strategies.py", "class DDPStrategy: pass\n")):
+                with open(path, "w", encoding="utf-8") as file:
+                    file.write(text)
+            for first, expected in (("pytorch_lightning", "True"), ("lightning.pytorch", "False")):
+                done = subprocess.run(
+                    [sys.executable, "-W", "ignore", "-c",
+                     f"import sys; sys.path.insert(0, {directory!r}); import {first}; import forebay.lightning as ours\n"
+                     "from pytorch_lightning.strategies import DDPStrategy\n"
+                     "print(issubclass(ours.Strategy, DDPStrategy))"], capture_output=True, text=True, check=False)
+                self.assertEqual(done.stdout.splitlines()[-1:], [expected], done.stderr)
 
     def test_two_optimizers_are_refused(self):
         class Two(Module):

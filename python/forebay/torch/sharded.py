@@ -457,6 +457,7 @@ class Sharded:
             module.register_forward_pre_hook(unit.before_forward, with_kwargs=True, prepend=True)
             module.register_forward_hook(unit.after_forward, always_call=True)
         self.residents: List[Unit] = []  # Read outside of their modules, so they are gathered for the whole pass.
+        self.paused: List[Unit] = []  # Given back by pause(), once for each time that they were held.
         self.depth = 0  # Calls of the model that are running.
         self.passing: Dict[str, int] = {}  # "thread": the number of theirs. setdefault() is one operation for all threads.
         self.differentiating: Dict[str, weakref.ref[_Backward]] = {}  # "pass": the outermost backward pass.
@@ -725,6 +726,7 @@ class Sharded:
             unit.after_forward(module, args, output)
         if self.depth == 0:
             self.passing.clear()
+            self.paused.clear()
             if self.guard is not None:
                 self.guard.end_evaluation()
                 self.guard.follow_pass()
@@ -786,11 +788,27 @@ class Sharded:
             return
         self.depth = 0
         self.passing.clear()
+        self.paused.clear()
         for unit in self.units:
             while unit.held:
                 self.release(unit)
             unit.drop_frames()
             unit.in_backward = unit.is_read = False
+
+    def pause(self) -> None:
+        """Gives back the units whose forward pass goes on around this call; begin_pass() takes them again.
+
+        A forward pass may hold the whole loop, as training_step() of Lightning's manual optimization does.
+        """
+        if self.tasks:
+            return
+        if not self.depth or not calls_on_stack(self.model):
+            self.end_interrupted(lambda: 0)
+            return
+        for unit in self.units:
+            while unit.held:
+                self.paused.append(unit)
+                self.release(unit)
 
     def make_resident(self, unit: Unit) -> bool:
         """Gathers a unit now, and from now on for the whole pass of the model. False outside of a forward pass."""
@@ -888,6 +906,7 @@ class Sharded:
         if not self.in_step:
             self.freeze()
             self.guard.begin_step()
+        self.pause()
         self.calling = True
         if not self.in_step:
             self.engine.step_begin()
@@ -898,6 +917,10 @@ class Sharded:
             unit.forwards = 0
         self.engine.micro_step_begin(self.micro_step)
         self.calling = None
+        paused, self.paused = self.paused, []
+        for unit in paused:
+            unit.forwards += 1
+            self.acquire(unit, backward=False)
         return True
 
     def freezing(self) -> List[nn.Parameter]:
@@ -1071,6 +1094,7 @@ class Sharded:
     def gradient_norm(self) -> float:
         """The norm of all gradients of this step, averaged over ranks. Collective."""
         if self.norm is None:
+            self.pause()
             self.end_evaluation()
             self.norm_taken = True
             self.norm = self.engine.norm()
@@ -1085,7 +1109,7 @@ class Sharded:
         self.refuse_written()
         if self.tasks:
             self.recover()
-        self.end_interrupted(lambda: 0)
+        self.pause()
         if not self.in_step or not self.has_gradients:
             if any(p.grad is not None and p.grad is not gradient for p, gradient in self.stand_ins.items()):
                 raise Unsupported("the program set gradients itself, as after torch.autograd.grad(); gradients of a sharded "
