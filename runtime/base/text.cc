@@ -145,9 +145,12 @@ std::optional<std::string> repeated_name(std::string_view json, std::size_t size
 }
 
 std::string nearest_name(std::string_view word, Span<const std::string> names) {
+  constexpr std::size_t kMostWord = 256;  // A comparison takes the product of both lengths.
+  if (word.size() > kMostWord) return "";
   std::string nearest;
   std::size_t least = std::max<std::size_t>(1, word.size() / 3) + 1;
   for (const std::string& name : names) {
+    if (name.size() >= word.size() + least) continue;
     const std::size_t distance = edit_distance(word, name);
     if (distance >= least) continue;
     least = distance;

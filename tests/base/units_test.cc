@@ -167,6 +167,10 @@ TEST(Text, TheNearestNameDiffersInAThirdOfItsLettersAtMost) {
   EXPECT_EQ(nearest_name("sXaXe", names), "") << "two of five differ";
   EXPECT_EQ(nearest_name("sequXXce", names), "sequence") << "two of eight";
   EXPECT_EQ(nearest_name("seXXXnce", names), "") << "three of eight";
+  // Without a comparison of each character with each.
+  const std::string endless(10'000'000, 's');
+  EXPECT_EQ(nearest_name(endless, names), "");
+  EXPECT_EQ(nearest_name("stgae", std::vector<std::string>{endless, "stage"}), "stage");
   EXPECT_EQ(nearest_name("st", std::vector<std::string>{"s", "t"}), "s")
       << "the first of two that are as near";
   EXPECT_EQ(nearest_name("", names), "");
