@@ -44,7 +44,8 @@ constexpr int kDeadlineSeconds = 10;
 // opening process waits longer.
 constexpr long kFullPauseNs = 10'000'000;
 
-constexpr std::uint64_t kMostBytes = std::uint64_t{1} << 48;  // The largest shared block: no device has as much.
+constexpr std::uint64_t kMostBytes = std::uint64_t{1}
+                                     << 48;  // The largest shared block: no device has as much.
 
 // The contents of a handle.
 struct HandleContent {
@@ -97,8 +98,8 @@ bool is_bound_to(int socket, std::uint64_t token) {
          found_length == length && std::memcmp(&found, &expected, length) == 0;
 }
 
-// Whether the peer is the same user or root. A process of another user gets nothing, even with the right token, and gives nothing:
-// the address of a process that has ended can be taken by anyone.
+// Whether the peer is the same user or root. A process of another user gets nothing, even with the right
+// token, and gives nothing: the address of a process that has ended can be taken by anyone.
 bool is_welcome(int socket) {
   ucred peer{};
   socklen_t bytes = sizeof peer;

@@ -192,7 +192,7 @@ TEST_F(TrainerParts, OnlyFilesOfTheSameKindAreReplaced) {
   using Member = std::string TrainerOptions::*;
   for (const auto& [member, ours] : std::initializer_list<std::pair<Member, std::string>>{
            {&TrainerOptions::report_file, "{\"world_size\": 1}"},
-           {&TrainerOptions::timeline_file, "{}"},
+           {&TrainerOptions::timeline_file, R"({"displayTimeUnit":"ms","traceEvents":[]})"},
            {&TrainerOptions::export_file, std::string(8, 'x') + R"({"__metadata__":{"exported_by":)"}}) {
     TrainerOptions o = options();
     o.*member = path("file");
@@ -200,9 +200,18 @@ TEST_F(TrainerParts, OnlyFilesOfTheSameKindAreReplaced) {
       write("file", text);
       check_files(o);
     }
-    write("file", "an essay that took a week");
-    expect_thrown(StatusCode::kInvalidArgument, "is not overwritten", [&] { check_files(o); });
+    for (const char* const text : {"an essay that took a week", R"({"settings": "of another program"})"}) {
+      write("file", text);
+      expect_thrown(StatusCode::kInvalidArgument, "is not overwritten", [&] { check_files(o); });
+    }
   }
+  TrainerOptions o = options();
+  o.ranks = 2;
+  o.flight_recorder = directory_.path();
+  write("flight.rank-1.json", "{\n  \"cause\": ");
+  check_files(o);
+  write("flight.rank-1.json", "an essay");
+  expect_thrown(StatusCode::kInvalidArgument, "is not overwritten", [&] { check_files(o); });
 }
 
 TEST_F(TrainerParts, AModelIsExportedBesideOtherFilesAndNoOtherModel) {
@@ -476,6 +485,15 @@ TEST_F(TrainerParts, AFailedRunWritesItsFlightRecords) {
   expect_thrown(StatusCode::kOutOfMemory, "", [&] { run_training(std::vector<TrainerOptions>{o, o}); });
   EXPECT_NE(record(0).find("rank "), std::string::npos) << record(0);
   EXPECT_NE(record(1).find("rank "), std::string::npos) << record(1);
+
+  // Others may put a link there while it trains.
+  write("other", "an essay");
+  std::filesystem::remove(flight_file(o, 0));
+  std::filesystem::create_symlink(path("other"), flight_file(o, 0));
+  expect_thrown(StatusCode::kOutOfMemory, "", [&] { run_training(std::vector<TrainerOptions>{o}); });
+  EXPECT_NE(record(0).find("last_operations"), std::string::npos);
+  std::ifstream other(path("other"));
+  EXPECT_EQ(std::string(std::istreambuf_iterator<char>(other), {}), "an essay");
 }
 
 TEST_F(TrainerParts, RanksAgreeOnTheirTexts) {

@@ -29,11 +29,14 @@ namespace fs = std::filesystem;
 using IsOwn = bool (*)(std::string_view beginning);
 constexpr std::size_t kBeginningBytes = 128;
 
-bool is_own_json(std::string_view beginning) {
-  return beginning.starts_with('{');
+bool is_own_report(std::string_view beginning) {
+  return beginning.find("\"world_size\"") != std::string_view::npos;
+}
+bool is_own_timeline(std::string_view beginning) {
+  return beginning.find("\"traceEvents\"") != std::string_view::npos;
 }
 bool is_own_flight(std::string_view beginning) {
-  return beginning.starts_with("{\n  \"cause\"");
+  return beginning.find("\"cause\"") != std::string_view::npos;
 }
 bool is_own_safetensors(std::string_view beginning) {
   return beginning.find(kExportedBy) != std::string_view::npos;
@@ -142,9 +145,9 @@ std::string flight_file(const TrainerOptions& options, int rank) {
 }
 
 void check_files(const TrainerOptions& options) {
-  check_output("--report", options.report_file, &OutputFile::check, is_own_json);
+  check_output("--report", options.report_file, &OutputFile::check, is_own_report);
   for (int rank = 0; rank < std::max(options.ranks, 1) && !options.timeline_file.empty(); ++rank) {
-    check_output("--timeline", timeline_file(options, rank), &OutputFile::check, is_own_json);
+    check_output("--timeline", timeline_file(options, rank), &OutputFile::check, is_own_timeline);
   }
   const bool exports_model = !options.export_file.empty() && names_directory(options.export_file);
   if (exports_model) {
