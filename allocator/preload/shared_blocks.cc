@@ -44,8 +44,8 @@ constexpr int kDeadlineSeconds = 10;
 // opening process waits longer.
 constexpr long kFullPauseNs = 10'000'000;
 
-constexpr std::uint64_t kMostBytes = std::uint64_t{1}
-                                     << 48;  // The largest shared block: no device has as much.
+// The largest shared block: no device has as much.
+constexpr std::uint64_t kMostBytes = std::uint64_t{1} << 48;
 
 // The contents of a handle.
 struct HandleContent {
