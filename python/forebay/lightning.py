@@ -2,7 +2,8 @@
 
     trainer = lightning.Trainer(strategy=forebay.lightning.Strategy(stage=3, offload="optimizer"), ...)
 
-`import forebay.lightning`, after `lightning` or `pytorch_lightning` where both are installed. Start the program with torchrun, or let the Trainer start its ranks.
+`import forebay.lightning`, after `lightning` or `pytorch_lightning` where both are installed. Start the program with
+torchrun, or let the Trainer start its ranks.
 """
 
 from __future__ import annotations
