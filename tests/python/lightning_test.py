@@ -229,7 +229,8 @@ class Lightning(unittest.TestCase):
                     [sys.executable, "-W", "ignore", "-c",
                      f"import sys; sys.path.insert(0, {directory!r}); import {first}; import forebay.lightning as ours\n"
                      "from pytorch_lightning.strategies import DDPStrategy\n"
-                     "print(issubclass(ours.Strategy, DDPStrategy))"], capture_output=True, text=True, check=False)
+                     "print(issubclass(ours.Strategy, DDPStrategy))"], capture_output=True, text=True, check=False,
+                    env={**os.environ, "PYTHONPATH": str(support.ROOT / "python")}, timeout=300)
                 self.assertEqual(done.stdout.splitlines()[-1:], [expected], done.stderr)
 
     def test_two_optimizers_are_refused(self):
