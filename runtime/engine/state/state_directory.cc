@@ -131,10 +131,23 @@ void StateFile::write(const void* data, std::uint64_t bytes) {
   while (bytes > 0) {
     const ssize_t written = ::write(descriptor_.number(), at, bytes);
     if (written < 0 && errno == EINTR) continue;
+    // The file system wants larger pages, or it wrote a part of one.
+    if (written < 0 && errno == EINVAL && is_direct() && set_direct(false)) continue;
     if (written < 0) io_error("write", path_);
     at += written;
     bytes -= static_cast<std::uint64_t>(written);
   }
+}
+
+bool StateFile::is_direct() const {
+  const int flags = ::fcntl(descriptor_.number(), F_GETFL);
+  return flags >= 0 && (flags & O_DIRECT) != 0;
+}
+
+bool StateFile::set_direct(bool direct) const {
+  const int flags = ::fcntl(descriptor_.number(), F_GETFL);
+  return flags >= 0 &&
+         ::fcntl(descriptor_.number(), F_SETFL, direct ? flags | O_DIRECT : flags & ~O_DIRECT) == 0;
 }
 
 void StateFile::read_at(std::uint64_t offset, void* data, std::uint64_t bytes) const {

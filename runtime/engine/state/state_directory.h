@@ -25,10 +25,15 @@ class StateFile {
   const std::string& path() const { return path_; }
   std::uint64_t bytes() const;
   void write(const void* data, std::uint64_t bytes);
+  // Lets writes go past the page cache, or no longer. It saves a copy by the kernel for data at a page of
+  // memory that begins and ends at pages of the file; others go through the cache. False where it cannot.
+  bool set_direct(bool direct) const;
   void read_at(std::uint64_t offset, void* data, std::uint64_t bytes) const;
   void sync() const;
 
  private:
+  bool is_direct() const;  // Writes go past the page cache.
+
   Descriptor descriptor_;
   std::string path_;
 };

@@ -26,6 +26,7 @@
 
 #include <xxhash.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <iterator>
 #include <memory>
@@ -106,9 +107,12 @@ class StateFileWriter {
   void finish();
 
  private:
+  void append(const void* data, std::uint64_t bytes);
   void end_block();
 
   StateFile file_;
+  std::unique_ptr<std::byte, void (*)(void*)> buffer_;  // The bytes that go to the file next.
+  std::uint64_t buffered_ = 0;                          // Bytes.
   std::vector<StateRun> runs_;
   std::size_t next_ = 0;     // The run that is being written.
   std::uint64_t done_ = 0;   // Elements of it.

@@ -563,6 +563,18 @@ TEST_F(SavedStateFiles, StaysUntilLatestNamesTheNextOne) {
                                       "rename to " + removed, "remove " + removed}));
 }
 
+// A disk takes whole pages of its own size past the page cache, and others are refused.
+TEST_F(SavedStateFiles, AWriteThatCannotGoPastThePageCacheGoesThroughIt) {
+  internal::StateFile written = StateDirectory::make(directory_).create("file");
+  static_cast<void>(written.set_direct(true));  // Not every file system can.
+  const std::string text = "no page of a file, nor of memory";
+  written.write(text.data() + 1, 3);
+  written.write(text.data() + 4, text.size() - 4);
+  written.sync();
+
+  EXPECT_EQ(StateDirectory(directory_).read("file", 100), text.substr(1));
+}
+
 // Saves a tensor of 600 rows of 2000 elements in two files, each with a half of every row.
 void save_in_parts(const std::string& directory) {
   const StateDirectory files = StateDirectory::make(directory);
