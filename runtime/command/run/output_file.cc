@@ -95,9 +95,10 @@ Status write_whole(const std::string& path, const std::string& place,
   if (const Status written = write(file); !written.ok()) reason = written.message();
   if (::close(file) != 0 && reason.empty()) reason = std::strerror(errno);
   if (reason.empty() && rename(partial.c_str(), place.c_str()) == 0) return {};
+  const bool is_taken = reason.empty() && errno == EEXIST;
   if (reason.empty()) reason = std::strerror(errno);
   (void)::unlink(partial.c_str());
-  return cannot_write(path, reason);
+  return is_taken ? cannot_write(path, reason, "name another, or remove it") : cannot_write(path, reason);
 }
 
 }  // namespace

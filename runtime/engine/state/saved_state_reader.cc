@@ -100,8 +100,10 @@ struct SavedStateReader::Impl {
       } else {
         for (const std::string& parameter : state.names()) add(parameter);
       }
-    } catch (const Json::exception& error) {
-      corrupt(std::string("its manifest is not as it was written: ") + error.what());
+    } catch (const Json::exception&) {
+      corrupt(
+          "its manifest has no steps, loss scale, ranks, stage, dtype or trainer state, or one is of another "
+          "kind");
     }
     const auto others =
         static_cast<std::size_t>(std::count_if(state.tensors().begin(), state.tensors().end(),
@@ -161,8 +163,20 @@ struct SavedStateReader::Impl {
   SavedStateFacts facts;
 };
 
-SavedStateReader::SavedStateReader(const std::string& directory, const std::string& name)
-    : impl_(std::make_unique<Impl>(directory, name_to_open(directory, name))) {}
+SavedStateReader::SavedStateReader(const std::string& directory, const std::string& name) {
+  constexpr int kMostTries = 10;
+  for (int tries = 1; !impl_; ++tries) {
+    const std::string found = name_to_open(directory, name);
+    try {
+      impl_ = std::make_unique<Impl>(directory, found);
+    } catch (const Error& error) {
+      // A job that saves there may have removed this state after it made a newer one.
+      const bool is_superseded =
+          name.empty() && error.code() == StatusCode::kIoError && name_to_open(directory, name) != found;
+      if (!is_superseded || tries == kMostTries) throw;
+    }
+  }
+}
 
 SavedStateReader::~SavedStateReader() = default;
 SavedStateReader::SavedStateReader(SavedStateReader&&) noexcept = default;

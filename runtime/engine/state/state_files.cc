@@ -85,9 +85,18 @@ void remove_unfinished(const StateDirectory& directory) {
   }
 }
 
-// No state has its name and a part of its files, at any moment.
+// Whether a directory that has the name of a state is one. A save gives the name to one with its manifest.
+bool is_state(const StateDirectory& directory, const std::string& name) {
+  try {
+    return directory.subdirectory(name).has(kManifest);
+  } catch (const Error&) {
+    return false;  // A link, or a file.
+  }
+}
+
+// No state has its name and a part of its files, at any moment. A directory that is no state stays.
 void remove_state(const StateDirectory& directory, const std::string& name) {
-  if (!directory.has(name) || directory.remove_link(name)) return;
+  if (!directory.has(name) || directory.remove_link(name) || !is_state(directory, name)) return;
   const std::string removed = std::string(kRemovedPrefix) + name;
   directory.remove(removed);
   directory.remove(directory.rename_directory(name, removed) ? removed : name);
@@ -101,7 +110,7 @@ void remove_all_but(const StateDirectory& directory, const std::string& newest, 
   for (const std::string& name : state_names(directory)) {
     if (name == newest || step_of(name) > step_of(newest)) continue;
     const bool is_earlier = step_of(name) < step_of(newest);
-    if (is_earlier && kept < keep) {
+    if (is_earlier && kept < keep && is_state(directory, name)) {
       ++kept;
     } else {
       remove_state(directory, name);
@@ -611,6 +620,11 @@ void publish_state(const StateDirectory& directory, const std::string& name, Jso
   temporary.write_synced(kManifest, envelope);
   temporary.sync();
   remove_state(directory, target);  // Nothing names it.
+  if (directory.has(target)) {
+    throw Error(StatusCode::kInvalidArgument,
+                "cannot save in " + shown_path(directory.path()) + ": it has " + target +
+                    ", which is no saved state and stays; move it, or give another directory");
+  }
   directory.rename(temporary_state(name), target);
   directory.sync();
   directory.write_synced(kNextLatest, target + "\n");

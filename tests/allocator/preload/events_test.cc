@@ -1412,7 +1412,7 @@ TEST(RunReportOfAProcess, IsCompleteExceptForAFileThatCannotBeWritten) {
   EXPECT_TRUE(has(read_text(report + "/report.html"), "</html>"));
   for (const std::string& text : {summary, run.output}) {
     EXPECT_TRUE(has(text, "cannot write " + report + "/rank-0-process-")) << text;
-    EXPECT_TRUE(has(text, ".txt: File exists; name a place")) << text;
+    EXPECT_TRUE(has(text, ".txt: File exists; name another, or remove it")) << text;
     EXPECT_TRUE(has(text, "the worst: rank 1, process ")) << text;
   }
   EXPECT_TRUE(has(summary, "\n  rank 0, process ")) << summary;

@@ -702,6 +702,26 @@ TEST_F(SavedStateFiles, TwoRanksWithTheSameElementsAreRefused) {
   EXPECT_TRUE(publish(50).ok());
 }
 
+// Directories of other tools may have such names.
+TEST_F(SavedStateFiles, ADirectoryThatIsNoStateStays) {
+  fs::create_directories(file(internal::state_name(1)) + "/theirs");
+  fs::create_directories(file(internal::state_name(2)));
+  std::ofstream(file(internal::state_name(2)) + "/notes") << "theirs";
+  save(directory_, 3);
+  save(directory_, 4, 2);
+  EXPECT_TRUE(fs::exists(file(internal::state_name(1)) + "/theirs"));
+  EXPECT_TRUE(fs::exists(file(internal::state_name(2)) + "/notes"));
+  EXPECT_TRUE(fs::exists(file(internal::state_name(3)))) << "the others are not among those that are kept";
+
+  fs::create_directories(file(internal::state_name(5)));
+  std::ofstream(file(internal::state_name(5)) + "/notes") << "theirs";
+  const Status status = verdict([&] { save(directory_, 5); });
+  EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
+  EXPECT_NE(status.message().find("step-000000000005, which is no saved state"), std::string::npos)
+      << status.message();
+  EXPECT_EQ(load(directory_), 4U);
+}
+
 TEST_F(SavedStateFiles, ADamagedLatestHidesNothing) {
   save(directory_, 3);
   const auto with_latest = [&](const std::function<void()>& change) {
