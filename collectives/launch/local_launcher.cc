@@ -313,8 +313,8 @@ Result<int> launch_local_ranks(const std::vector<std::string>& arguments, const 
   for (int size = options.size;;) {
     FOREBAY_ASSIGN_OR_RETURN(const RunEnd end, run_ranks(arguments, size, options.grace, signals));
     const int left = size - end.lost_count;
-    const bool may_go_on = options.after_loss && end.lost_count > 0 && left > 0 && !end.asked;
-    size = may_go_on ? options.after_loss(left, end.exit_code) : 0;
+    const bool may_go_on = options.after_failure && end.exit_code != 0 && left > 0 && !end.asked;
+    size = may_go_on ? options.after_failure(left, end.exit_code) : 0;
     if (size < 1) return end.exit_code;
   }
 }

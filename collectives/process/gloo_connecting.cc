@@ -33,8 +33,17 @@ Status GlooMesh::connect_planes(Clock::time_point deadline) {
   FOREBAY_RETURN_IF_ERROR(connect_peers(connections, limit));
   for (int plane = 0; plane < kGlooPlaneCount; ++plane) {
     const auto left = std::max(std::chrono::ceil<milliseconds>(limit - Clock::now()), milliseconds(1));
-    contexts_[plane] = std::make_unique<GlooContext>(rank(), size(), device_, left,
-                                                     [&](int peer) { return connections.take(plane, peer); });
+    int taken = rank();
+    try {
+      contexts_[plane] = std::make_unique<GlooContext>(rank(), size(), device_, left, [&](int peer) {
+        taken = peer;
+        return connections.take(plane, peer);
+      });
+    } catch (const std::exception& error) {
+      if (taken == rank()) throw;
+      return Status(StatusCode::kPeerLost, rank_list(world_ranks({taken})),
+                    " closed its connection: ", error.what());
+    }
   }
   return {};
 }

@@ -140,6 +140,8 @@ class ConnectedPair final : public tcp::Pair {
     const std::lock_guard lock(m_);
     device_->unregisterDescriptor(fd_, this);
     ::close(std::exchange(fd_, socket.release()));
+    // It throws if the peer has reset the connection. ~Pair() unregisters the descriptor, and must find it.
+    device_->registerDescriptor(fd_, 0, this);
     handleConnected();
   }
 };

@@ -79,8 +79,12 @@ Status ProvenConnections::start(Attempt& attempt) {
       Descriptor(::socket(address.storage.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   attempt.stage = Stage::kConnecting;
   attempt.in.clear();
-  if (attempt.socket.valid() && (::connect(attempt.socket.number(), address.get(), address.bytes) == 0 ||
-                                 errno == EINPROGRESS || errno == EINTR)) {
+  if (!attempt.socket.valid()) {
+    return Status(StatusCode::kUnavailable, "cannot make a socket: ", std::strerror(errno),
+                  "; raise ulimit -n, or start fewer ranks on this host");
+  }
+  if (::connect(attempt.socket.number(), address.get(), address.bytes) == 0 || errno == EINPROGRESS ||
+      errno == EINTR) {
     return {};
   }
   return Status(StatusCode::kPeerLost, name(attempt.peer), " at ", address.host(), ": ",

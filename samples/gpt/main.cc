@@ -11,10 +11,12 @@
 #include <ctime>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "forebay/bootstrap.h"
 #include "forebay/error.h"
+#include "forebay/saved_state.h"
 #include "forebay/standard_streams.h"
 #include "forebay/text.h"
 #include "output/files.h"
@@ -168,28 +170,60 @@ Status check_ranks(const TrainerOptions& options, int ranks) {
   return status.ok() ? check_order_group(ranks, grid_options(options), options.group) : status;
 }
 
-// After ranks were lost: how many of those that are left go on from the last saved state.
-int ranks_to_go_on(const TrainerOptions& options, int left, int exit_code) {
-  if (exit_code != kPeerFailureExit && exit_code <= 128) return 0;
-  int ranks = left;
-  while (ranks > 0 && !check_ranks(options, ranks).ok()) --ranks;
-  if (ranks == 0) {
-    std::fprintf(stderr, "forebay-gpt: --elastic: of %d ranks, %d are left, and cannot be arranged: %s\n",
-                 options.ranks, left, check_ranks(options, left).message().c_str());
-    return 0;
+// Decides for --elastic, after each failure, how many ranks go on from the last saved state.
+class Elastic {
+ public:
+  explicit Elastic(const TrainerOptions& options) : options_(options), ranks_(options.ranks) {}
+
+  // 0: the run ends.
+  int ranks_to_go_on(int left, int exit_code) {
+    if (exit_code != kPeerFailureExit && exit_code <= 128) return 0;
+    int ranks = left;
+    while (ranks > 0 && !check_ranks(options_, ranks).ok()) --ranks;
+    if (ranks == 0) {
+      std::fprintf(stderr, "forebay-gpt: --elastic: of %d ranks, %d are left, and cannot be arranged: %s\n",
+                   options_.ranks, left, check_ranks(options_, left).message().c_str());
+      return 0;
+    }
+    const bool has_state = holds_state(options_.save_state);
+    if (ranks == ranks_ && !may_repeat(has_state)) {
+      std::fprintf(stderr,
+                   "forebay-gpt: --elastic: no rank was lost, and %d starts saved no state; find out why "
+                   "ranks are late, or raise --deadline\n",
+                   kMostRepeats + 1);
+      return 0;
+    }
+    ranks_ = ranks;
+    std::fprintf(stderr, "forebay-gpt: --elastic: this run %s %d rank%s%s %s\n",
+                 has_state ? "goes on with" : "begins again with", ranks, ranks == 1 ? "" : "s",
+                 has_state ? " from the last state in" : ", for no state is saved yet in",
+                 shown_path(options_.save_state).c_str());
+    return ranks;
   }
-  const bool has_state = holds_state(options.save_state);
-  std::fprintf(stderr, "forebay-gpt: --elastic: this run %s %d rank%s%s %s\n",
-               has_state ? "goes on with" : "begins again with", ranks, ranks == 1 ? "" : "s",
-               has_state ? " from the last state in" : ", for no state is saved yet in",
-               shown_path(options.save_state).c_str());
-  return ranks;
-}
+
+ private:
+  static constexpr int kMostRepeats = 3;
+
+  // As many ranks as before may fail in the same way again and again.
+  bool may_repeat(bool has_state) {
+    std::vector<std::string> states;
+    if (has_state) states = saved_state_names(options_.save_state);
+    if (states != states_) repeats_ = 0;
+    states_ = std::move(states);
+    return ++repeats_ <= kMostRepeats;
+  }
+
+  const TrainerOptions& options_;
+  int ranks_;
+  int repeats_ = 0;                  // Starts of as many ranks as before, without a new state.
+  std::vector<std::string> states_;  // At the last of these.
+};
 
 int launch(const TrainerOptions& options, const std::vector<std::string>& arguments) {
   LaunchOptions launch{.size = options.ranks};
+  Elastic elastic(options);
   if (options.elastic)
-    launch.after_loss = [&](int left, int exit_code) { return ranks_to_go_on(options, left, exit_code); };
+    launch.after_failure = [&](int left, int exit_code) { return elastic.ranks_to_go_on(left, exit_code); };
   return value_or_throw(launch_local_ranks(arguments, launch));
 }
 

@@ -521,6 +521,32 @@ TEST_F(Training, ElasticRanksThatAreLeftBeginAgainWhereNoStateIsSaved) {
   EXPECT_EQ(report.at("first_step"), 0);
 }
 
+// The others end at the deadline, and the rank that was late ends by itself.
+TEST_F(Training, ElasticRanksGoOnAllWhereOneWasLate) {
+  const std::string state = directory_ / "state";
+  Process process(Words{FOREBAY_GPT} + kShape +
+                      Words{"--matmul", "plain", "--stage", "3", "--communicator", "shm", "--ranks", "3",
+                            "--steps", "400", "--save-state", state, "--save-every", "20", "--resume",
+                            "--elastic", "--deadline", "2", "--report", directory_ / "elastic.json"},
+                  variables());
+  const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(120);
+  while (!std::filesystem::exists(state + "/latest") && std::chrono::steady_clock::now() < limit)
+    testing::let_others_run();
+  const pid_t child = find_rank(process.id(), 1);
+  ASSERT_GT(child, 0);
+
+  ::kill(child, SIGSTOP);
+  std::this_thread::sleep_for(std::chrono::milliseconds(2'500));
+  ::kill(child, SIGCONT);
+
+  const Finished finished = process.finish();
+  ASSERT_EQ(finished.exit_code, 0) << finished.output;
+  EXPECT_NE(finished.output.find("--elastic: this run goes on with 3 ranks from the last state in "),
+            std::string::npos)
+      << finished.output;
+  EXPECT_EQ(read_json(directory_ / "elastic.json").at("world_size"), 3);
+}
+
 // The ranks that are left are too few for the model's parts, so the run ends with the code of the loss.
 TEST_F(Training, ElasticRanksThatCannotBeArrangedEnd) {
   const std::string state = directory_ / "state";

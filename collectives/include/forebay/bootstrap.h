@@ -38,10 +38,11 @@ struct LaunchOptions {
   int size = 1;
   // From the first failure, or the second signal, until the remaining processes are killed.
   std::chrono::milliseconds grace{5'000};
-  // Called after ranks were lost: a signal ended them that did not come through this launcher. `left`: the
-  // ranks that were not lost, at least 1; `exit_code`: that of the first failure. Returns how many ranks to
-  // start again in another meeting, with the same arguments; 0 for none. Empty: none.
-  std::function<int(int left, int exit_code)> after_loss;
+  // Called after a failure. `left`: the ranks that were not lost, at least 1; a rank is lost if a signal ended
+  // it that did not come through this launcher, and all may be left. `exit_code`: that of the first failure.
+  // Returns how many ranks to start again in another meeting, with the same arguments; 0 for none. Empty:
+  // none.
+  std::function<int(int left, int exit_code)> after_failure;
 };
 
 // Starts `size` processes of this very program with `arguments` and the variables that
@@ -51,7 +52,7 @@ struct LaunchOptions {
 // SIGINT and SIGTERM are passed on to all processes, which may take the time they need to end; the exit code
 // is then 128 + n, unless they were done. When one process fails, the others get SIGTERM, and SIGKILL after
 // `grace`. The processes die with their parent. The directory in which they meet is removed at the end, or by
-// the next launcher if this one is killed. With `after_loss` all this may happen several times.
+// the next launcher if this one is killed. With `after_failure` all this may happen several times.
 //
 // Requires: one call at a time.
 // Errors:   kInvalidArgument for a size below 1; kIoError or kUnavailable when a process cannot be started.

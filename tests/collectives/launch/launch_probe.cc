@@ -131,7 +131,7 @@ int main(int argc, char** argv) {
   options.size = std::atoi(arguments[0].c_str());
   options.grace = std::chrono::milliseconds(std::atoi(arguments[1].c_str()));
   if (arguments[3] == "fewer" || arguments[3] == "asked") {
-    options.after_loss = [](int left, int exit_code) { return exit_code == 128 + SIGKILL ? left : 0; };
+    options.after_failure = [](int left, int exit_code) { return exit_code == 128 + SIGKILL ? left : 0; };
   }
   const forebay::Result<int> code = forebay::launch_local_ranks(arguments, options);
   if (!code.ok()) {
