@@ -23,6 +23,7 @@
 #include "forebay/file_store.h"
 #include "runtime/engine/state/state_claims.h"
 #include "runtime/engine/state/state_directory.h"
+#include "runtime/engine/state/state_files.h"
 #include "runtime/engine/step/context.h"
 #include "runtime/engine/step/decision.h"
 #include "runtime/engine/step/factored_moments.h"
@@ -291,12 +292,21 @@ struct Engine::Impl : StepContext {
   std::vector<OwnV> own_v_in(const SavedPart& part) const;
   void describe_copies();
   void describe_copies(const SavedPart& part, std::byte* target);
+  // What this rank's file of a state has, in its order. A save in the background keeps it, because the plan
+  // of the engine changes with the order of units.
+  struct SavedFile {
+    std::vector<internal::StateParameter> parameters;
+    std::vector<SavedPart> parts;
+    std::vector<internal::StateRun> runs;
+    std::vector<std::vector<std::uint64_t>> begins;  // By part, of its runs: elements from its start.
+  };
+  SavedFile saved_file(bool saves_grid) const;
   // Gives the values of a part, which may lie in `memory`.
   using PartReader = std::function<std::span<const float>(const SavedPart& part, std::vector<float>& memory)>;
   std::span<const float> read_part(const SavedPart& part, std::vector<float>& memory);
   Communicator& state_ranks(const std::string& directory);
   bool saves(int unit, const ParameterShape& parameter) const;
-  void write_values(internal::StateFile target, bool saves_grid, const PartReader& read) const;
+  void write_values(internal::StateFile target, const SavedFile& saved, const PartReader& read) const;
   nlohmann::json state_manifest(const std::string& trainer_state, int saving_ranks) const;
   std::string load_state(const std::string& directory, std::optional<std::uint64_t> step);
   std::string load_state(Communicator& loading, const std::string& directory, const std::string& name);

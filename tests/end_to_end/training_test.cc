@@ -525,9 +525,11 @@ TEST_F(Training, ElasticRanksThatAreLeftBeginAgainWhereNoStateIsSaved) {
 TEST_F(Training, ElasticRanksGoOnAllWhereOneWasLate) {
   const std::string state = directory_ / "state";
   Process process(Words{FOREBAY_GPT} + kShape +
-                      Words{"--matmul", "plain", "--stage", "3", "--communicator", "shm", "--ranks", "3",
-                            "--steps", "400", "--save-state", state, "--save-every", "20", "--resume",
-                            "--elastic", "--deadline", "2", "--report", directory_ / "elastic.json"},
+                      Words{"--matmul",       "plain", "--stage",      "3",
+                            "--communicator", "shm",   "--ranks",      "3",
+                            "--steps",        "400",   "--save-state", state,
+                            "--save-every",   "20",    "--resume",     "--elastic",
+                            "--deadline",     "2",     "--report",     directory_ / "elastic.json"},
                   variables());
   const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(120);
   while (!std::filesystem::exists(state + "/latest") && std::chrono::steady_clock::now() < limit)

@@ -38,10 +38,10 @@ struct LaunchOptions {
   int size = 1;
   // From the first failure, or the second signal, until the remaining processes are killed.
   std::chrono::milliseconds grace{5'000};
-  // Called after a failure. `left`: the ranks that were not lost, at least 1; a rank is lost if a signal ended
-  // it that did not come through this launcher, and all may be left. `exit_code`: that of the first failure.
-  // Returns how many ranks to start again in another meeting, with the same arguments; 0 for none. Empty:
-  // none.
+  // Called after a failure. `left`: the ranks that were not lost, at least 1; a rank is lost if a signal
+  // ended it that did not come through this launcher, and all may be left. `exit_code`: that of the first
+  // failure. Returns how many ranks to start again in another meeting, with the same arguments; 0 for none.
+  // Empty: none.
   std::function<int(int left, int exit_code)> after_failure;
 };
 

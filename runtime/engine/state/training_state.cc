@@ -202,7 +202,7 @@ void Engine::Impl::save_state(const std::string& directory, const std::string& t
       if (!files) files.emplace(directory);
       write_values(
           files->subdirectory(temporary).create(internal::state_file_name(saving.rank(), saving.size())),
-          saves_grid,
+          saved_file(saves_grid),
           [&](const SavedPart& part, std::vector<float>& memory) { return read_part(part, memory); });
     }));
     agree(local_verdict([&] {
@@ -250,9 +250,9 @@ void Engine::Impl::begin_save(const std::string& directory, const std::string& t
   if (saved_copies.empty()) describe_copies();
   updater->copy(saved_copies);
   job.copied = [this] { return updater->wait_for_copies(); };
-  job.write = [this, saves_grid](internal::StateFile file) {
+  job.write = [this, saved = saved_file(saves_grid)](internal::StateFile file) {
     std::size_t next = 0;
-    write_values(std::move(file), saves_grid, [&](const SavedPart& part, std::vector<float>& memory) {
+    write_values(std::move(file), saved, [&](const SavedPart& part, std::vector<float>& memory) {
       const std::byte* const copied = saved_targets[next++];
       const MomentFormat format = part.factors ? MomentFormat::kFloat32 : format_of(part.field);
       if (part.frozen) {
@@ -429,8 +429,7 @@ bool Engine::Impl::saves(int index, const ParameterShape& parameter) const {
   return counts_shared && (options.counts_replicated || !parameter.replicated);
 }
 
-// `read` is asked for each part in turn. Threads: any.
-void Engine::Impl::write_values(internal::StateFile target, bool saves_grid, const PartReader& read) const {
+Engine::Impl::SavedFile Engine::Impl::saved_file(bool saves_grid) const {
   std::vector<internal::StateParameter> parameters;
   std::vector<std::size_t> first_of_unit;
   for (const UnitShape& unit : model.units) {
@@ -477,13 +476,19 @@ void Engine::Impl::write_values(internal::StateFile target, bool saves_grid, con
       begins[i].push_back(run.begin - part.begin);
     }
   }
-  internal::StateFileWriter file(std::move(target), parameters, runs);
+  return {std::move(parameters), saved, std::move(runs), std::move(begins)};
+}
+
+// `read` is asked for each part in turn. Threads: any.
+void Engine::Impl::write_values(internal::StateFile target, const SavedFile& saved,
+                                const PartReader& read) const {
+  internal::StateFileWriter file(std::move(target), saved.parameters, saved.runs);
   std::vector<float> memory;
-  auto next = runs.begin();
-  for (std::size_t i = 0; i < saved.size(); ++i) {
-    const std::span<const float> values = read(saved[i], memory);
-    if (hooks.before_state_write) hooks.before_state_write(saved[i].count * sizeof(float));
-    for (const std::uint64_t begin : begins[i]) file.write(values.subspan(begin, (next++)->count));
+  auto next = saved.runs.begin();
+  for (std::size_t i = 0; i < saved.parts.size(); ++i) {
+    const std::span<const float> values = read(saved.parts[i], memory);
+    if (hooks.before_state_write) hooks.before_state_write(saved.parts[i].count * sizeof(float));
+    for (const std::uint64_t begin : saved.begins[i]) file.write(values.subspan(begin, (next++)->count));
   }
   file.finish();
 }

@@ -423,7 +423,8 @@ void Updater::copy_on_host(const std::vector<StateCopy>& copies) {
 
 Status Updater::wait_for_copies() const {
   FOREBAY_RETURN_IF_ERROR(backend_.event_synchronize(copied_on_device_));
-  if (plan_.offloads()) FOREBAY_RETURN_IF_ERROR(backend_.event_synchronize(copied_on_host_));
+  // There is one where the plan offloads. The plan itself may be replaced meanwhile.
+  if (host_runner_ != nullptr) FOREBAY_RETURN_IF_ERROR(backend_.event_synchronize(copied_on_host_));
   return failure();
 }
 

@@ -8,6 +8,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdio>
@@ -345,6 +346,49 @@ TEST_F(BackgroundSave, OthersMaySaveThereOnceTheStateHasItsName) {
 
   EXPECT_TRUE(fs::exists(place(name)));
   EXPECT_NO_THROW(internal::StateLock(directory, true));
+}
+
+// The engine makes a new plan then, while the thread may not have begun to write.
+TEST_F(BackgroundSave, TheOrderOfUnitsMayChangeMeanwhile) {
+  const Setting settings[] = {
+      {3, 1, DataType::kBfloat16},
+      {3, 3, DataType::kBfloat16},
+      {2, 3, DataType::kFloat32, Offload::kOptimizer},
+      {3, 3, DataType::kBfloat16, Offload::kOptimizerAndParameters, Tier::kFile},
+  };
+  int number = 0;
+  for (const Setting& setting : settings) {
+    ToyOptions options = options_for(setting.stage, setting.type, setting.ranks);
+    options.engine.offload = setting.offload;
+    options.engine.tier = setting.tier;
+    options.engine.staging_bytes = 8u << 20;
+    options.engine.order_of_units = OrderOfUnits::kRecorded;
+    options.engine.save_async = true;
+    options.engine.optimizer = number % 2 == 0 ? Optimizer::kAdafactor : Optimizer::kMuon;
+    options.hooks.make_store = [](int) { return make_memory_store({.alignment_bytes = 4096}); };
+    options.steps = 8;
+    options.forwards = [](int, int step, int) {
+      std::vector<int> order{0, 1, 2, 3, 4};
+      std::rotate(order.begin(), order.begin() + step % 5, order.end());
+      return order;
+    };
+    const auto name = [number](const char* how, int step) {
+      return how + std::to_string(number) + "." + std::to_string(step);
+    };
+    run_ranks(setting.ranks, {}, [&](Rank& rank) {
+      ToyTrainer trainer(options, rank);
+      trainer.initialize();
+      for (int step = 0; step < options.steps; ++step) {
+        trainer.engine().save_state(place(name("waiting", step)), "");
+        trainer.engine().save_state_begin(place(name("background", step)), "");
+        static_cast<void>(trainer.step(step));
+      }
+      trainer.engine().save_state_end();
+    });
+    for (int step = 0; step < options.steps; ++step)
+      EXPECT_EQ(contents(place(name("background", step))), contents(place(name("waiting", step)))) << step;
+    ++number;
+  }
 }
 
 TEST_F(BackgroundSave, GoesToTheDirectoryThatTheNameMeantWhenItBegan) {
