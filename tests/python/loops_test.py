@@ -574,6 +574,30 @@ class Loops(unittest.TestCase):
                 with self.subTest(stage=stage, reentrant=reentrant, evaluates=evaluates):
                     self.compare(lambda *given: loop(*given, reentrant, evaluates), stage)
 
+    def test_an_interrupt_while_a_step_notes_the_weights_that_changed(self):
+        def interrupt(p):
+            counted(p)
+            seen.append(p)
+            if len(seen) == 2:
+                raise KeyboardInterrupt
+
+        counted = torch.autograd.graph.increment_version
+        for options in ({"stage": 0, "offload": "optimizer"}, {"stage": 2, "offload": "optimizer"}):
+            with self.subTest(options=options), tempfile.TemporaryDirectory() as directory:
+                seen = []
+                model = forebay.shard(make(), **options)
+                optimizer = forebay.AdamW(model, lr=0.05)
+                for step in range(3):
+                    model(inputs(step)).square().sum().backward()
+                    if step == 1:
+                        with mock.patch.object(torch.autograd.graph, "increment_version", interrupt):
+                            with self.assertRaises(KeyboardInterrupt):
+                                optimizer.step()
+                        forebay.save(model, directory)
+                    else:
+                        optimizer.step()
+                    optimizer.zero_grad()
+
     def test_gradients_from_before_an_interrupt_are_dropped_by_zero_grad_of_the_model(self):
         def interrupt(*_):
             raise KeyboardInterrupt

@@ -1179,6 +1179,7 @@ class Sharded:
         """The engine has written their values. torch then refuses the backward pass of a forward pass that read the old ones."""
         with guard.unwatched():
             for p in parameters:
+                self.versions.pop(p, None)  # After an interrupt here the version that the next look finds is taken for forebay's.
                 torch.autograd.graph.increment_version(p)
                 self.versions[p] = _VERSION(p)
 
