@@ -292,8 +292,8 @@ struct Engine::Impl : StepContext {
   std::vector<OwnV> own_v_in(const SavedPart& part) const;
   void describe_copies();
   void describe_copies(const SavedPart& part, std::byte* target);
-  // What this rank's file of a state has, in its order. A save in the background keeps it, because the plan
-  // of the engine changes with the order of units.
+  // The contents of this rank's file of a state, in its order. A save in the background keeps it, because the
+  // plan of the engine changes with the order of units.
   struct SavedFile {
     std::vector<internal::StateParameter> parameters;
     std::vector<SavedPart> parts;
