@@ -177,7 +177,9 @@ class Elastic {
 
   // 0: the run ends.
   int ranks_to_go_on(int left, int exit_code) {
-    if (exit_code != kPeerFailureExit && exit_code <= 128) return 0;
+    const bool lost_some = left < ranks_ && exit_code > 128;
+    if (exit_code != kPeerFailureExit && !lost_some)
+      return 0;  // A failure of its own, or a rank was asked to end.
     int ranks = left;
     while (ranks > 0 && !check_ranks(options_, ranks).ok()) --ranks;
     if (ranks == 0) {
@@ -188,9 +190,9 @@ class Elastic {
     const bool has_state = holds_state(options_.save_state);
     if (ranks == ranks_ && !may_repeat(has_state)) {
       std::fprintf(stderr,
-                   "forebay-gpt: --elastic: no rank was lost, and %d starts saved no state; find out why "
+                   "forebay-gpt: --elastic: no rank was lost, and %d starts saved no new state; find out why "
                    "ranks are late, or raise --deadline\n",
-                   kMostRepeats + 1);
+                   kMostRepeats);
       return 0;
     }
     ranks_ = ranks;

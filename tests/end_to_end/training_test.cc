@@ -446,6 +446,13 @@ TEST_F(Training, CtrlCBeforeTheFirstStepEndsAtOnce) {
   }
 }
 
+void await_state(const std::string& directory) {
+  const auto has_saved = [&] { return std::filesystem::exists(directory + "/latest"); };
+  const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(120);
+  while (!has_saved() && std::chrono::steady_clock::now() < limit) testing::let_others_run();
+  ASSERT_TRUE(has_saved());
+}
+
 // The same losses and weights as a run of three ranks to the saved step and of two ranks from there.
 // With --save-async, the rank may be lost while a state is being written.
 void Training::lose_a_rank(const Words& more) {
@@ -458,10 +465,7 @@ void Training::lose_a_rank(const Words& more) {
                         Words{"--ranks", "3",        "--save-state", state,      "--save-every",
                               "20",      "--resume", "--elastic",    "--report", directory_ / "elastic.json"};
   Process process(Words{FOREBAY_GPT} + elastic, variables());
-  const auto has_saved = [&] { return std::filesystem::exists(state + "/latest"); };
-  const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(120);
-  while (!has_saved() && std::chrono::steady_clock::now() < limit) testing::let_others_run();
-  ASSERT_TRUE(has_saved());
+  await_state(state);
   const pid_t child = find_rank(process.id(), 1);
   ASSERT_GT(child, 0);
 
@@ -522,6 +526,15 @@ TEST_F(Training, ElasticRanksThatAreLeftBeginAgainWhereNoStateIsSaved) {
 }
 
 // The others end at the deadline, and the rank that was late ends by itself.
+void stop_until_others_end(const Process& process) {
+  const pid_t late = find_rank(process.id(), 1);
+  ASSERT_GT(late, 0);
+  const pid_t other = find_rank(process.id(), 0);
+  ::kill(late, SIGSTOP);
+  while (other > 0 && ::kill(other, 0) == 0) testing::let_others_run();
+  ::kill(late, SIGCONT);
+}
+
 TEST_F(Training, ElasticRanksGoOnAllWhereOneWasLate) {
   const std::string state = directory_ / "state";
   Process process(Words{FOREBAY_GPT} + kShape +
@@ -531,15 +544,9 @@ TEST_F(Training, ElasticRanksGoOnAllWhereOneWasLate) {
                             "--save-every",   "20",    "--resume",     "--elastic",
                             "--deadline",     "2",     "--report",     directory_ / "elastic.json"},
                   variables());
-  const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(120);
-  while (!std::filesystem::exists(state + "/latest") && std::chrono::steady_clock::now() < limit)
-    testing::let_others_run();
-  const pid_t child = find_rank(process.id(), 1);
-  ASSERT_GT(child, 0);
+  await_state(state);
 
-  ::kill(child, SIGSTOP);
-  std::this_thread::sleep_for(std::chrono::milliseconds(2'500));
-  ::kill(child, SIGCONT);
+  stop_until_others_end(process);
 
   const Finished finished = process.finish();
   ASSERT_EQ(finished.exit_code, 0) << finished.output;
@@ -547,6 +554,24 @@ TEST_F(Training, ElasticRanksGoOnAllWhereOneWasLate) {
             std::string::npos)
       << finished.output;
   EXPECT_EQ(read_json(directory_ / "elastic.json").at("world_size"), 3);
+}
+
+// A rank that is asked to end is not lost, and the run ends with it.
+TEST_F(Training, ElasticRanksEndWhereOneIsAskedTo) {
+  const std::string state = directory_ / "state";
+  Process process(Words{FOREBAY_GPT} + kShape +
+                      Words{"--matmul", "plain", "--communicator", "shm", "--ranks", "3", "--steps", "100000",
+                            "--save-state", state, "--save-every", "20", "--resume", "--elastic"},
+                  variables());
+  await_state(state);
+  const pid_t child = find_rank(process.id(), 1);
+  ASSERT_GT(child, 0);
+
+  ::kill(child, SIGTERM);
+
+  const Finished finished = process.finish();
+  EXPECT_EQ(finished.exit_code, 128 + SIGTERM) << finished.output;
+  EXPECT_EQ(finished.output.find("--elastic"), std::string::npos) << finished.output;
 }
 
 // The ranks that are left are too few for the model's parts, so the run ends with the code of the loss.
