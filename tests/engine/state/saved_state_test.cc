@@ -488,6 +488,36 @@ TEST_F(SavedStateFiles, AStateThatAnotherJobReplacesIsFollowed) {
   }
 }
 
+TEST_F(SavedStateFiles, AReaderOpensTheStateThatReplacesTheOneItFound) {
+  const ToyOptions options = options_for(2, DataType::kFloat32, 1);
+  run_ranks(1, {}, [&](Rank& rank) {
+    ToyTrainer trainer(options, rank);
+    trainer.initialize();
+    trainer.engine().save_state(directory_, "x");
+  });
+  const std::string first = latest();
+  int looks = 0;
+  std::function<void(const std::string&)> replace = [&](const std::string& name) {
+    if (name != first || ++looks > 1) return;
+    const std::string next = internal::state_name(100);
+    fs::copy(file(first), file(next));
+    std::ofstream(file("latest")) << next << '\n';
+    fs::remove_all(file(first));
+  };
+  before_open = &replace;
+  const Status opened = verdict(
+      [&] { EXPECT_EQ(last_part(SavedStateReader(directory_).facts().path), internal::state_name(100)); });
+  before_open = nullptr;
+  EXPECT_TRUE(opened.ok()) << opened.to_string();
+  EXPECT_EQ(looks, 1);
+
+  change_manifest(file(latest()) + "/manifest.json",
+                  [](nlohmann::json& manifest) { manifest.erase("stage"); });
+  const Status damaged = verdict([&] { SavedStateReader reader(directory_); });
+  EXPECT_EQ(damaged.code(), StatusCode::kCorruption);
+  EXPECT_EQ(damaged.message().find("json.exception"), std::string::npos) << damaged.message();
+}
+
 TEST_F(SavedStateFiles, AStepIsSavedAgainWithoutAnExchange) {
   for (int i = 0; i < 4; ++i) {
     save(directory_, 7);
