@@ -305,6 +305,22 @@ class Loops(unittest.TestCase):
             with self.assertRaisesRegex(forebay.InvalidArgument, r"reads 0\.weight .*outside of the forward"):
                 model[0].weight.data.clone()
 
+    def test_reads_in_a_block_of_gathered_are_there_where_all_are_checked(self):
+        for stage in range(4):
+            model = forebay.shard(make(), stage=stage, check=True)
+            optimizer = forebay.AdamW(model, lr=0.05)
+            for step in range(3):
+                model(inputs(step)).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                with forebay.gathered(model):
+                    found = [p.detach() + 0 for p in model.parameters()]
+                    if stage < 3:
+                        with self.assertRaisesRegex(forebay.InvalidArgument, r"writes 0\.weight .*gathered\(model, write=True\)"):
+                            model[0].weight.mul_(2)
+                for p, expected in zip(found, model.state_dict().values()):
+                    self.assertTrue(torch.equal(p, expected), (stage, step))
+
     def test_modules_that_come_and_go_are_named(self):
         model = forebay.shard(make(), stage=1)
         there = list(model.parameters())

@@ -921,7 +921,7 @@ class OneRank(unittest.TestCase):
     def test_options_that_have_no_effect_on_a_model_are_refused_with_the_place_where_they_have_one(self):
         for options, remedy in (({"beta1": 0.1}, r"forebay\.AdamW\(model, .*betas="), ({"betas": (0.1, 0.2)}, r"forebay\.AdamW"),
                                 ({"epsilon": 1.0}, "eps="), ({"lr": 3}, "lr="), ({"weight_decay": 1}, "weight_decay="),
-                                ({"size": 4}, "WORLD_SIZE"), ({"rank": 0}, "torchrun"), ({"arena_limit": "1KiB"}, "`memory`"),
+                                ({"size": 4}, "mpirun"), ({"rank": 0}, "torchrun"), ({"arena_limit": "1KiB"}, "`memory`"),
                                 ({"pinned_limit": 1}, "offload_staging"), ({"activation_tier": "cpu"}, "offload_activations"),
                                 ({"activation-leases": 2}, "offload_activations"), ({"store_checksums": False}, "offload_tier"),
                                 ({"order_of_units": "strict"}, "leave the option out"), ({"device": "meta"}, "use cpu, or cuda:0"),
@@ -1558,6 +1558,33 @@ class SeveralRanks(unittest.TestCase):
         for one in torchrun(2, kind="remedies", options={"stage": 1}):
             self.assertEqual(one["said"]["offload='optimizer'"], one["freed"])
             self.assertLessEqual({"stage=2", "stage=3"}, set(one["said"]))
+
+    def test_they_meet_under_launchers_that_are_not_of_torch(self):
+        program = """if True:
+            import sys, torch, forebay
+            torch.manual_seed(0)
+            model = forebay.shard(torch.nn.Linear(8, 8), stage=3)
+            optimizer = forebay.SGD(model, lr=0.1)
+            torch.manual_seed(int(sys.argv[1]))
+            model(torch.randn(4, 8)).sum().backward()
+            optimizer.step()
+            print(model._forebay.engine.communicator.size, forebay.digest(model))
+            try:
+                forebay.SGD(forebay.shard(torch.nn.Linear(8, 8)), lr=0.1)
+            except forebay.Unsupported as error:
+                print(error)
+        """
+        variables = {"by hand": ("FOREBAY_RANK", "FOREBAY_SIZE", "FOREBAY_LOCAL_RANK", "FOREBAY_LOCAL_SIZE"),
+                     "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+                                "OMPI_COMM_WORLD_LOCAL_SIZE")}
+        for launcher, names in variables.items():
+            with self.subTest(launcher), tempfile.TemporaryDirectory() as directory:
+                ranks = [subprocess.Popen([sys.executable, "-c", program, str(rank)], text=True, stdout=subprocess.PIPE, env={
+                    **os.environ, **dict(zip(names, map(str, (rank, 3, rank, 3)))), "FOREBAY_STORE": os.path.join(directory, "store"),
+                    "PYTHONPATH": str(support.ROOT / "python")}) for rank in range(3)]
+                said = {rank.communicate(timeout=120)[0] for rank in ranks}
+                self.assertEqual(len(said), 1, said)
+                self.assertRegex(said.pop(), r"\A3 [0-9a-f]{32}\n.*init_process_group")
 
     def test_they_wait_for_each_other_until_the_deadline(self):
         for options, seconds in (({"join_deadline": 5000, "deadline": 9000}, 5), ({"deadline": 7000}, 7)):

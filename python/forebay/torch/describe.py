@@ -20,7 +20,7 @@ BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 OWN_OPTIONS = ("units", "resident", "check", "device", "store", "config")
 # Options that have no effect on a sharded model, or groups of them by the beginning of their names, and where they have one.
 _OPTIMIZERS = "give it to the optimizer, as in forebay.AdamW(model, lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)"
-_LAUNCHERS = ("the launcher gives it: start the ranks with torchrun, or set RANK and WORLD_SIZE; forebay.plan() has `ranks` for a "
+_LAUNCHERS = ("the launcher gives it: start the ranks with torchrun, mpirun or srun; forebay.plan() has `ranks` for a "
               "number of them")
 _ELSEWHERE = {
     **dict.fromkeys(("lr", "beta1", "beta2", "betas", "eps", "epsilon", "momentum", "weight_decay"), _OPTIMIZERS),

@@ -243,9 +243,11 @@ class Guard:
             return
         if not any(unit.held for unit in units):
             if torch._C._current_graph_task_id() == -1:
-                if self.owner().stage != 3 and not self.always and not self.owner().depth:
-                    return  # Between passes the weights are there at stages 0 to 2. step() finds a write that it would undo.
-                self.make_resident(func, name, units[0])
+                is_there = self.owner().stage != 3 and not self.owner().depth  # Between passes.
+                if is_there and not self.always:
+                    return  # step() finds a write that it would undo.
+                if not (is_there and self.owner().readers):
+                    self.make_resident(func, name, units[0])
             elif self.owner().stage == 3:  # As where a part of the unit is computed again.
                 units[0].read_backward()
         if is_written:

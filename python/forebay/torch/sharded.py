@@ -391,7 +391,7 @@ class Sharded:
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         self.model = model
-        options, meaning = describe.with_config(model, options, _ranks())
+        options, meaning = describe.with_config(model, options, _launched()[1])
         self.clip = meaning.clip if meaning else 0.0
         self.offloads_activations = bool(meaning and meaning.offload_activations)
         self.optimizer_defaults = meaning.optimizer if meaning else {}
@@ -1306,27 +1306,53 @@ def checksum(p: nn.Parameter) -> int:
     return zlib.crc32((ctypes.c_char * size).from_address(value.data_ptr()))
 
 
-def _ranks() -> int:
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_world_size()
-    return int(os.environ.get("WORLD_SIZE", "1"))
+def _launched() -> Tuple[int, int]:
+    """Rank and number of ranks: those of torch's process group, else of the launcher."""
+    if _has_process_group():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    if "WORLD_SIZE" in os.environ and not {"FOREBAY_RANK", "FOREBAY_SIZE"} & os.environ.keys():
+        return int(os.environ.get("RANK", "0")), int(os.environ["WORLD_SIZE"])
+    with core.Options() as found:
+        found.read_environment()
+        return int(found.get("rank")), int(found.get("size"))
+
+
+def _has_process_group() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 _meetings = 0
 
 
 def _communicator(device: core.Device, store: Any, options: Dict[str, Any]) -> core.Communicator:
-    """Ranks meet in torch's own store: that of the process group, else the launcher's."""
+    """Ranks meet in torch's own store, that of the process group or of torchrun; under other launchers in forebay's."""
     global _meetings
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    rank = int(os.environ.get("RANK", "0"))
-    if store is None and torch.distributed.is_available() and torch.distributed.is_initialized():
-        rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        store = torch.distributed.distributed_c10d._get_default_store() if size > 1 else None
-    elif store is None and size > 1:
-        with core.Options(**options) as given:
-            patience = int(given.get("join-deadline")) or int(given.get("deadline"))
-        store = next(torch.distributed.rendezvous("env://", timeout=datetime.timedelta(milliseconds=patience)))[0]
+    rank, size = _launched()
+    is_torchrun = (os.environ.get("RANK"), os.environ.get("WORLD_SIZE")) == (str(rank), str(size))
     _meetings += 1
-    return core.Communicator(device, store if size > 1 else None, prefix=f"forebay/{_meetings}/",
-                             **{**options, "rank": rank, "size": size})
+    prefix = f"forebay/{_meetings}/"
+    if size > 1 and store is None:
+        if _has_process_group():
+            store = torch.distributed.distributed_c10d._get_default_store()
+        elif is_torchrun:
+            with core.Options(**options) as given:
+                patience = int(given.get("join-deadline")) or int(given.get("deadline"))
+            store = next(torch.distributed.rendezvous("env://", timeout=datetime.timedelta(milliseconds=patience)))[0]
+        else:
+            return _meet_by_launcher(device, options)
+    return core.Communicator(device, store if size > 1 else None, prefix=prefix, **{**options, "rank": rank, "size": size})
+
+
+_met_by_launcher = False
+
+
+def _meet_by_launcher(device: core.Device, options: Dict[str, Any]) -> core.Communicator:
+    """A run has one store of forebay's, in which its ranks meet once."""
+    global _met_by_launcher
+    if _met_by_launcher:
+        raise Unsupported("this process has sharded a model already, and the ranks of mpirun, srun or FOREBAY_RANK meet once without a "
+                          "process group; call torch.distributed.init_process_group() before the first shard(), or start the ranks "
+                          "with torchrun")
+    made = core.Communicator(device, **options)
+    _met_by_launcher = True
+    return made
