@@ -301,9 +301,13 @@ struct Engine::Impl : StepContext {
     std::vector<std::vector<std::uint64_t>> begins;  // By part, of its runs: elements from its start.
   };
   SavedFile saved_file(bool saves_grid) const;
-  // Gives the values of a part, which may lie in `memory`.
-  using PartReader = std::function<std::span<const float>(const SavedPart& part, std::vector<float>& memory)>;
-  std::span<const float> read_part(const SavedPart& part, std::vector<float>& memory);
+  // Writes `count` values of part `part`, from `begin` on, to `target`. The calls ascend.
+  using PartReader =
+      std::function<void(std::size_t part, std::uint64_t begin, std::uint64_t count, std::byte* target)>;
+  void read_part(const SavedPart& part, std::vector<float>& memory);
+  bool is_copied_as_saved(const SavedPart& part) const;
+  std::uint64_t copied_bytes(const SavedPart& part) const;
+  void read_copied_part(const SavedPart& part, std::byte* copied, std::vector<float>& memory);
   Communicator& state_ranks(const std::string& directory);
   bool saves(int unit, const ParameterShape& parameter) const;
   void write_values(internal::StateFile target, const SavedFile& saved, const PartReader& read) const;
@@ -371,7 +375,7 @@ struct Engine::Impl : StepContext {
   std::list<internal::StateLock> state_locks;
   internal::StateClaims state_claims;
   std::vector<StateCopy> saved_copies;
-  std::vector<const std::byte*> saved_targets;  // By part of saved_parts().
+  std::vector<std::byte*> saved_targets;  // By part of saved_parts().
   std::unique_ptr<internal::BackgroundSave> background_save;
   std::uint64_t values_fingerprint = 0;  // Hash of all values given to set_parameter(), in order.
   bool average_is_swapped = false;       // swap_average() was called once more than undone.

@@ -40,7 +40,7 @@ constexpr std::uint64_t kMostLatestBytes = 64;
 constexpr std::uint64_t kBufferBytes = 2 << 20;
 constexpr std::uint64_t kPageBytes = 4096;  // Every disk takes whole pages of this size.
 
-// Elements that stay in the processor's cache from their checksum to their copy.
+// Elements that stay in the processor's cache from their copy to their checksum.
 constexpr std::uint64_t kCachedCount = 1 << 14;
 
 // In the header of a rank's file.
@@ -303,25 +303,38 @@ void StateFileWriter::append(const void* data, std::uint64_t bytes) {
     from += count;
     bytes -= count;
     buffered_ += count;
-    if (buffered_ < kBufferBytes) continue;
-    file_.write(buffer_.get(), buffered_);
-    buffered_ = 0;
+    flush_full();
   }
 }
 
+void StateFileWriter::flush_full() {
+  if (buffered_ < kBufferBytes) return;
+  file_.write(buffer_.get(), buffered_);
+  buffered_ = 0;
+}
+
 void StateFileWriter::write(std::span<const float> values) {
-  while (!values.empty()) {
+  write(values.size(), [&](std::byte* target, std::uint64_t first, std::uint64_t count) {
+    std::memcpy(target, &values[first], count * sizeof(float));
+  });
+}
+
+void StateFileWriter::write(std::uint64_t count, const Fill& fill) {
+  for (std::uint64_t first = 0; first < count;) {
     FOREBAY_CHECK(next_ < runs_.size(), "more values than %zu runs have", runs_.size());
     const std::uint64_t left = runs_[next_].count - done_;
-    const std::uint64_t count =
-        std::min<std::uint64_t>({values.size(), left, kBlockCount - block_, kCachedCount});
-    XXH3_64bits_update(hash_.get(), values.data(), count * sizeof(float));
-    append(values.data(), count * sizeof(float));
-    values = values.subspan(count);
-    done_ += count;
-    block_ += count;
-    if (count == left || block_ == kBlockCount) end_block();
-    if (count < left) continue;
+    const std::uint64_t room = (kBufferBytes - buffered_) / sizeof(float);
+    const std::uint64_t here = std::min({count - first, left, kBlockCount - block_, room, kCachedCount});
+    std::byte* const target = buffer_.get() + buffered_;
+    fill(target, first, here);
+    XXH3_64bits_update(hash_.get(), target, here * sizeof(float));
+    buffered_ += here * sizeof(float);
+    flush_full();
+    first += here;
+    done_ += here;
+    block_ += here;
+    if (here == left || block_ == kBlockCount) end_block();
+    if (here < left) continue;
     ++next_;
     done_ = 0;
   }

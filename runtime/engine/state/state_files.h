@@ -28,6 +28,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <iterator>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -103,11 +104,15 @@ class StateFileWriter {
 
   // The next values of the runs, in order; any number at once.
   void write(std::span<const float> values);
+  // The same for values that `fill` writes, elements [first, first + count) of `count` to `target`.
+  using Fill = std::function<void(std::byte* target, std::uint64_t first, std::uint64_t count)>;
+  void write(std::uint64_t count, const Fill& fill);
   // Writes the checksums and syncs the file. Requires: all runs are written.
   void finish();
 
  private:
   void append(const void* data, std::uint64_t bytes);
+  void flush_full();
   void end_block();
 
   StateFile file_;

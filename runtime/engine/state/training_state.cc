@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstring>
 #include <filesystem>
 #include <functional>
 #include <map>
@@ -33,6 +34,19 @@ struct SectionPart {
   std::uint64_t begin = 0;
   std::uint64_t end = 0;
   std::uint64_t offset = 0;  // `begin`, counted from the start of the parameter.
+};
+
+// The values of one part at a time.
+struct PartInMemory {
+  template <typename Read>
+  void copy(std::size_t part, std::uint64_t begin, std::uint64_t count, std::byte* target, const Read& read) {
+    if (part != held) read(memory);
+    held = part;
+    std::memcpy(target, &memory[begin], count * sizeof(float));
+  }
+
+  std::vector<float> memory;
+  std::optional<std::size_t> held;
 };
 
 std::vector<SectionPart> parts_of(const UnitLayout& layout, bool frozen, std::uint64_t begin,
@@ -200,10 +214,14 @@ void Engine::Impl::save_state(const std::string& directory, const std::string& t
   try {
     agree(local_verdict([&] {
       if (!files) files.emplace(directory);
+      const SavedFile saved = saved_file(saves_grid);
+      PartInMemory held;
       write_values(
           files->subdirectory(temporary).create(internal::state_file_name(saving.rank(), saving.size())),
-          saved_file(saves_grid),
-          [&](const SavedPart& part, std::vector<float>& memory) { return read_part(part, memory); });
+          saved, [&](std::size_t part, std::uint64_t begin, std::uint64_t count, std::byte* target) {
+            held.copy(part, begin, count, target,
+                      [&](std::vector<float>& memory) { read_part(saved.parts[part], memory); });
+          });
     }));
     agree(local_verdict([&] {
       if (saving.rank() != 0) return;
@@ -251,38 +269,58 @@ void Engine::Impl::begin_save(const std::string& directory, const std::string& t
   updater->copy(saved_copies);
   job.copied = [this] { return updater->wait_for_copies(); };
   job.write = [this, saved = saved_file(saves_grid)](internal::StateFile file) {
-    std::size_t next = 0;
-    write_values(std::move(file), saved, [&](const SavedPart& part, std::vector<float>& memory) {
-      const std::byte* const copied = saved_targets[next++];
-      const MomentFormat format = part.factors ? MomentFormat::kFloat32 : format_of(part.field);
-      if (part.frozen) {
-        memory = widen(options.dtype, {copied, part.count * element()});
-      } else if (is_own_v(part.field)) {
-        memory.assign(part.count, 0.0f);
-        const auto* from = reinterpret_cast<const float*>(copied);
-        for (const OwnV& v : own_v_in(part)) {
-          std::copy_n(from, v.count, &memory[v.begin - saved_offset(part) / sizeof(float)]);
-          from += v.count;
-        }
-      } else if (format == MomentFormat::kFloat32) {
-        return std::span<const float>(reinterpret_cast<const float*>(copied), part.count);
-      } else {
-        memory.resize(part.count);
-        const std::byte* const exponents = copied + moment_bytes(format, part.count);
-        widen_moment(format, part.field == StateField::kV, copied,
-                     reinterpret_cast<const std::uint8_t*>(exponents), part.count, memory.data());
-      }
-      return std::span<const float>(memory);
-    });
+    PartInMemory held;
+    write_values(std::move(file), saved,
+                 [&](std::size_t number, std::uint64_t begin, std::uint64_t count, std::byte* target) {
+                   const SavedPart& part = saved.parts[number];
+                   std::byte* const copied = saved_targets[number];
+                   if (is_copied_as_saved(part))
+                     return updater->read_copy(copied + begin * sizeof(float), count * sizeof(float), target);
+                   held.copy(number, begin, count, target,
+                             [&](std::vector<float>& memory) { read_copied_part(part, copied, memory); });
+                 });
+    updater->end_copies();
   };
   background_save = std::make_unique<internal::BackgroundSave>(std::move(job));
+}
+
+// Whether its copy has the bytes that go to the file.
+bool Engine::Impl::is_copied_as_saved(const SavedPart& part) const {
+  if (part.frozen || is_own_v(part.field)) return false;
+  return part.factors || format_of(part.field) == MomentFormat::kFloat32;
+}
+
+// A part whose copy has other bytes than its file.
+void Engine::Impl::read_copied_part(const SavedPart& part, std::byte* copied, std::vector<float>& memory) {
+  const std::uint64_t bytes = copied_bytes(part);
+  updater->read_copy(copied, bytes, copied);
+  if (part.frozen) {
+    memory = widen(options.dtype, {copied, bytes});
+    return;
+  }
+  if (is_own_v(part.field)) {
+    memory.assign(part.count, 0.0f);
+    const auto* from = reinterpret_cast<const float*>(copied);
+    for (const OwnV& v : own_v_in(part)) {
+      std::copy_n(from, v.count, &memory[v.begin - saved_offset(part) / sizeof(float)]);
+      from += v.count;
+    }
+    return;
+  }
+  const MomentFormat format = format_of(part.field);
+  memory.resize(part.count);
+  const std::byte* const exponents = copied + moment_bytes(format, part.count);
+  widen_moment(format, part.field == StateField::kV, copied, reinterpret_cast<const std::uint8_t*>(exponents),
+               part.count, memory.data());
 }
 
 void Engine::Impl::end_save() {
   const std::unique_ptr<internal::BackgroundSave> save = std::move(background_save);
   if (save == nullptr) return;
   try {
-    agree(save->wait_for_file());
+    const Status file = save->wait_for_file();
+    updater->end_copies();  // A save that failed left them.
+    agree(file);
   } catch (const Error&) {
     save->give_up();
     throw;
@@ -323,14 +361,17 @@ void Engine::Impl::describe_copies() {
   for (const SavedPart& part : saved_parts()) {
     describe_copies(part, target);
     saved_targets.push_back(target);
-    if (is_own_v(part.field)) {
-      for (const OwnV& v : own_v_in(part)) target += v.count * sizeof(float);
-      continue;
-    }
-    target += part.frozen    ? part.count * element()
-              : part.factors ? part.count * sizeof(float)
-                             : kept_bytes(format_of(part.field), part.count);
+    target += copied_bytes(part);
   }
+}
+
+std::uint64_t Engine::Impl::copied_bytes(const SavedPart& part) const {
+  if (part.frozen) return part.count * element();
+  if (part.factors) return part.count * sizeof(float);
+  if (!is_own_v(part.field)) return kept_bytes(format_of(part.field), part.count);
+  std::uint64_t count = 0;
+  for (const OwnV& v : own_v_in(part)) count += v.count;
+  return count * sizeof(float);
 }
 
 std::vector<StepContext::OwnV> Engine::Impl::own_v_in(const SavedPart& part) const {
@@ -399,16 +440,16 @@ void Engine::Impl::describe_copies(const SavedPart& part, std::byte* target) {
   }
 }
 
-std::span<const float> Engine::Impl::read_part(const SavedPart& part, std::vector<float>& memory) {
+void Engine::Impl::read_part(const SavedPart& part, std::vector<float>& memory) {
   memory.resize(part.count);
   if (part.factors) {
     copy_out(memory.data(), reinterpret_cast<const std::byte*>(unit(part.unit).factors),
              part.count * sizeof(float));
-    return memory;
+    return;
   }
   if (!part.frozen) {
     read_state(part.unit, part.field, saved_offset(part) / sizeof(float), memory);
-    return memory;
+    return;
   }
   std::vector<std::byte> bytes(part.count * element());
   if (options.stage < 3) {
@@ -419,7 +460,6 @@ std::span<const float> Engine::Impl::read_part(const SavedPart& part, std::vecto
     read_slice(part.unit, true, saved_offset(part), bytes);
   }
   memory = widen(options.dtype, bytes);
-  return memory;
 }
 
 // Whether this rank saves a parameter, of which other parts of the grid may have copies.
@@ -479,16 +519,18 @@ Engine::Impl::SavedFile Engine::Impl::saved_file(bool saves_grid) const {
   return {std::move(parameters), saved, std::move(runs), std::move(begins)};
 }
 
-// `read` is asked for each part in turn. Threads: any.
+// Threads: any.
 void Engine::Impl::write_values(internal::StateFile target, const SavedFile& saved,
                                 const PartReader& read) const {
   internal::StateFileWriter file(std::move(target), saved.parameters, saved.runs);
-  std::vector<float> memory;
   auto next = saved.runs.begin();
   for (std::size_t i = 0; i < saved.parts.size(); ++i) {
-    const std::span<const float> values = read(saved.parts[i], memory);
     if (hooks.before_state_write) hooks.before_state_write(saved.parts[i].count * sizeof(float));
-    for (const std::uint64_t begin : saved.begins[i]) file.write(values.subspan(begin, (next++)->count));
+    for (const std::uint64_t begin : saved.begins[i]) {
+      file.write((next++)->count, [&](std::byte* target, std::uint64_t first, std::uint64_t count) {
+        read(i, begin + first, count, target);
+      });
+    }
   }
   file.finish();
 }

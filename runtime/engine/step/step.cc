@@ -182,6 +182,7 @@ StepResult Engine::Impl::step(const Hyperparameters& hyperparameters) {
   if (recorded()) {
     for (const Unit& u : units) engine_stream.wait(u.released);
   }
+  updater->keep_copies();
   if (factored != nullptr) {
     refresh_squares();
     decision->queue(hyperparameters, *reducer, *updater, [&] { factored->queue(agreed.used); });

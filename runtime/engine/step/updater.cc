@@ -82,6 +82,7 @@ Updater::Updater(StepContext& context, const Decision& decision)
   up_stream_.open();
   host_done_ = EngineEvent(context);
   copied_on_host_ = EngineEvent(context);
+  kept_on_host_ = EngineEvent(context);
   for (std::size_t i = 0; i < updated_on_host_.size(); ++i) {
     if (context.units[i].offloaded) updated_on_host_[i] = EngineEvent(context);
   }
@@ -394,9 +395,18 @@ void Updater::update_run(const HostUpdate& update, const StepContext::Segment& s
 }
 
 void Updater::copy(const std::vector<StateCopy>& copies) {
+  std::vector<Snapshot::Part> live;
   for (const StateCopy& one : copies) {
-    if (one.device != nullptr && one.bytes > 0)
+    if (one.bytes == 0) continue;
+    if (const std::byte* const source = live_source(one)) {
+      live.push_back({one.target, source, one.bytes});
+    } else if (one.device != nullptr) {
       device_stream_.copy(one.target, one.device + one.offset, one.bytes);
+    }
+  }
+  if (!live.empty()) {
+    snapshot_.begin(std::move(live));
+    snapshot_stream().call<&Updater::open_snapshot>(*this);
   }
   device_stream_.record(copied_on_device_);
   if (!plan_.offloads()) return;
@@ -405,20 +415,41 @@ void Updater::copy(const std::vector<StateCopy>& copies) {
   host_stream_.record(copied_on_host_);
 }
 
-// Runs in the order of the host's stream. A pass over files may be reading ahead meanwhile.
+// Null: the host cannot read it.
+const std::byte* Updater::live_source(const StateCopy& copy) const {
+  if (copy.device != nullptr)
+    return backend_.capabilities().host_accessible ? copy.device + copy.offset : nullptr;
+  return copy.range.host != nullptr ? copy.range.host + copy.offset : nullptr;
+}
+
+// From the store. Runs in the order of the host's stream. A pass over files may be reading ahead meanwhile.
 void Updater::copy_on_host(const std::vector<StateCopy>& copies) {
   if (failed_.load(std::memory_order_acquire)) return;
   for (const StateCopy& one : copies) {
-    if (one.device != nullptr || one.bytes == 0) continue;
-    if (one.range.host != nullptr) {
-      host_runner_->run(one.bytes, kCopiedBytes, [&](std::size_t begin, std::size_t end) {
-        std::memcpy(one.target + begin, one.range.host + one.offset + begin, end - begin);
-      });
-    } else if (const Status status = context_.read_offloaded(one.range, one.offset, one.target, one.bytes);
-               !status.ok()) {
-      return fail(status);
-    }
+    if (one.device != nullptr || one.range.host != nullptr || one.bytes == 0) continue;
+    const Status status = context_.read_offloaded(one.range, one.offset, one.target, one.bytes);
+    if (!status.ok()) return fail(status);
   }
+}
+
+void Updater::keep_copies() {
+  if (!snapshot_.is_begun()) return;
+  snapshot_stream().call<&Updater::keep_snapshot>(*this);
+  if (!plan_.offloads() || !backend_.capabilities().host_accessible) return;
+  host_stream_.record(kept_on_host_);
+  device_stream_.wait(kept_on_host_);
+}
+
+void Updater::keep_snapshot() {
+  snapshot_.keep([&](std::byte* target, const std::byte* source, std::uint64_t bytes) {
+    if (host_runner_ == nullptr) {
+      std::memcpy(target, source, bytes);
+      return;
+    }
+    host_runner_->run(bytes, kCopiedBytes, [&](std::size_t begin, std::size_t end) {
+      std::memcpy(target + begin, source + begin, end - begin);
+    });
+  });
 }
 
 Status Updater::wait_for_copies() const {
@@ -433,11 +464,13 @@ void Updater::wait_for_step(const EngineStream& stream) const {
   if (plan_.offloads()) stream.wait(host_done_);
 }
 
-void Updater::synchronize() const {
+void Updater::synchronize() {
   device_stream_.synchronize();
-  if (!plan_.offloads()) return;
-  host_stream_.synchronize();
-  up_stream_.synchronize();
+  if (plan_.offloads()) {
+    host_stream_.synchronize();
+    up_stream_.synchronize();
+  }
+  keep_snapshot();
 }
 
 void Updater::fail(const Status& status) {

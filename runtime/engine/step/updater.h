@@ -15,6 +15,7 @@
 #include "forebay/block_runner.h"
 #include "forebay/master_move.h"
 #include "runtime/engine/step/context.h"
+#include "runtime/engine/step/snapshot.h"
 
 namespace forebay {
 
@@ -46,16 +47,25 @@ class Updater : private StepPart {
   void update(int unit, const Hyperparameters& hyperparameters);
   void end();
 
-  // Queues the copies after the last update; the next one waits for them. Order: when the copies before are
-  // complete. Requires: `copies` stay until then.
+  // Queues the copies after the last update; the next one waits for them. Memory that the host can read is
+  // copied only in keep_copies() and synchronize(), and only the part that read_copy() has not given by then.
+  // Order: when the copies before are complete, and after end_copies(). Requires: `copies` stay until then.
   void copy(const std::vector<StateCopy>& copies);
-  // Waits for them. Threads: any.
+  // Waits for them, and for the updates before. Threads: any.
   Status wait_for_copies() const;
+  // See Snapshot::read(), end(). Order: after wait_for_copies(). Threads: one.
+  void read_copy(const std::byte* copy, std::uint64_t bytes, std::byte* target) {
+    snapshot_.read(copy, bytes, target);
+  }
+  void end_copies() { snapshot_.end(); }
+  // Queues the copies that are left. Order: before anything is queued that changes states.
+  void keep_copies();
 
   // Makes `stream` wait for all updates of the last step.
   void wait_for_step(const EngineStream& stream) const;
-  // The host waits for all queued updates, or for those on the device.
-  void synchronize() const;
+  // The host waits for all queued updates and copies, so the caller may change states.
+  void synchronize();
+  // It waits for the updates on the device.
   void synchronize_device() const { device_stream_.synchronize(); }
 
   // The first failure keeps the others out. Threads: any.
@@ -106,6 +116,10 @@ class Updater : private StepPart {
 
   BiasCorrection* corrections() const { return corrections_[context_.attempted_steps % 2]; }
   void copy_on_host(const std::vector<StateCopy>& copies);
+  const std::byte* live_source(const StateCopy& copy) const;
+  void open_snapshot() { snapshot_.open(); }
+  void keep_snapshot();
+  const EngineStream& snapshot_stream() const { return plan_.offloads() ? host_stream_ : device_stream_; }
   void correct_for(int group);
   void update_on_device(int unit, const Hyperparameters& hyperparameters);
   void queue_host_update(int unit, const Hyperparameters& hyperparameters);
@@ -144,6 +158,8 @@ class Updater : private StepPart {
   EngineEvent copied_on_device_;              // The last copies from the device,
   EngineEvent copied_on_host_;                // and from offloaded states.
   HostCopies host_copies_;
+  Snapshot snapshot_;
+  EngineEvent kept_on_host_;
   EngineEvent device_done_;     // The last update of a step on the device,
   EngineEvent host_done_;       // and on the host.
   EngineStream device_stream_;  // Not the engine's stream: the next step's first gathers pass the updates.

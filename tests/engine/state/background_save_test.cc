@@ -11,16 +11,20 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <condition_variable>
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <iterator>
 #include <map>
+#include <mutex>
 #include <new>
 #include <optional>
 #include <random>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "forebay/error.h"
@@ -388,6 +392,97 @@ TEST_F(BackgroundSave, TheOrderOfUnitsMayChangeMeanwhile) {
     for (int step = 0; step < options.steps; ++step)
       EXPECT_EQ(contents(place(name("background", step))), contents(place(name("waiting", step)))) << step;
     ++number;
+  }
+}
+
+// Holds threads that save before they write their part number `stop`.
+class Gate {
+ public:
+  void wait() {
+    thread_local int passed = 0;  // Each save has a thread of its own.
+    std::unique_lock lock(mutex_);
+    if (!is_closed_ || passed++ != stop_) return;
+    ++held_;
+    changed_.notify_all();
+    changed_.wait(lock, [&] { return !is_closed_; });
+  }
+  void close(int stop) {
+    const std::lock_guard lock(mutex_);
+    stop_ = stop;
+    held_ = 0;
+    is_closed_ = true;
+  }
+  void wait_until_held(int threads) {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return held_ == threads; });
+  }
+  void open() {
+    const std::lock_guard lock(mutex_);
+    is_closed_ = false;
+    changed_.notify_all();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  int stop_ = 0;
+  int held_ = 0;
+  bool is_closed_ = false;
+};
+
+// Values that the host can read are written from their place. A change copies first what is not written yet.
+TEST_F(BackgroundSave, HasTheValuesOfItsMomentWhateverChangesThem) {
+  using Change = std::function<void(ToyTrainer & trainer)>;
+  const std::pair<const char*, Change> changes[] = {
+      {"a step", [](ToyTrainer& trainer) { static_cast<void>(trainer.step(2)); }},
+      {"set_parameter()", [](ToyTrainer& trainer) { trainer.initialize(); }},
+      {"swap_average()", [](ToyTrainer& trainer) { trainer.engine().swap_average(); }},
+      {"reset_moments()", [](ToyTrainer& trainer) { trainer.engine().reset_moments(); }},
+      {"spill()", [](ToyTrainer& trainer) { trainer.engine().spill(); }},
+  };
+  const Setting settings[] = {
+      {2, 1, DataType::kFloat32},
+      {3, 3, DataType::kBfloat16},
+      {2, 3, DataType::kFloat32, Offload::kOptimizer},
+      {1, 1, DataType::kBfloat16, Offload::kOptimizer, Tier::kPinned, 0.6},
+      {3, 3, DataType::kBfloat16, Offload::kOptimizerAndParameters, Tier::kFile, 0.6},
+  };
+  int number = 0;
+  for (const Setting& setting : settings) {
+    for (const auto& [change_name, change] : changes) {
+      for (const int stop : {0, 5}) {
+        SCOPED_TRACE("stage " + std::to_string(setting.stage) + ", offload " + offload_name(setting.offload) +
+                     ", " + change_name + ", held before part " + std::to_string(stop));
+        Gate gate;
+        ToyOptions options = options_for(setting.stage, setting.type, setting.ranks);
+        options.engine.offload = setting.offload;
+        options.engine.tier = setting.tier;
+        options.engine.offload_fraction = setting.fraction;
+        options.engine.staging_bytes = 8u << 20;
+        options.engine.spillable = true;
+        options.engine.ema = 0.9;
+        options.engine.save_async = true;
+        options.hooks.make_store = [](int) { return make_memory_store({.alignment_bytes = 4096}); };
+        options.hooks.before_state_write = [&](std::uint64_t) { gate.wait(); };
+        const std::string name = std::to_string(++number);
+        run_ranks(setting.ranks, {}, [&](Rank& rank) {
+          ToyTrainer trainer(options, rank);
+          Engine& engine = trainer.engine();
+          trainer.initialize();
+          for (int step = 0; step < 2; ++step) static_cast<void>(trainer.step(step));
+          engine.save_state(place("waiting" + name), "");
+          gate.close(stop);
+          throw_if_error(rank.communicator->barrier());
+          engine.save_state_begin(place("background" + name), "");
+          gate.wait_until_held(setting.ranks);
+          change(trainer);
+          throw_if_error(rank.communicator->barrier());
+          gate.open();
+          engine.save_state_end();
+        });
+        EXPECT_EQ(contents(place("background" + name)), contents(place("waiting" + name)));
+      }
+    }
   }
 }
 

@@ -516,11 +516,12 @@ class Engine {
   //         `latest` there, where that names the state of a model with other parameters, and where another
   //         engine of this process saved its state there or loaded it, and this one did not.
   void save_state(const std::string& directory, const std::string& trainer_state, int keep = 1);
-  // The same, while training goes on. This call queues a copy of the values to pinned host memory and
-  // returns. The next update waits for the copy; a thread writes it, and gives the state its name when the
-  // files of all ranks are there. The engine's end waits for the thread. A save that was begun earlier is
-  // ended first; its error is thrown, and then nothing is begun. Requires: EngineOptions::save_async.
-  // `directory` is one that all ranks see. Order: collective.
+  // The same, while training goes on. This call queues copies to pinned host memory and returns; a thread
+  // writes them, and gives the state its name when the files of all ranks are there. Values that the host can
+  // read are written from their place, and copied only where the next update comes before; it waits for the
+  // copies. The engine's end waits for the thread. A save that was begun earlier is ended first; its error is
+  // thrown, and then nothing is begun. Requires: EngineOptions::save_async. `directory` is one that all ranks
+  // see. Order: collective.
   void save_state_begin(const std::string& directory, const std::string& trainer_state, int keep = 1);
   // Waits until the state that was begun has its name. Without one it has no effect. save_state() and
   // load_state() do the same first.
