@@ -262,6 +262,25 @@ class OneRank(unittest.TestCase):
             with self.assertRaisesRegex(forebay.InvalidArgument, r"shard\(save_async=True\)"):
                 forebay.save(model, directory, background=True)
 
+    def test_a_save_in_the_background_has_the_weights_of_its_moment(self):
+        for stage, dtype in ((0, "fp32"), (1, "fp32"), (2, "fp32"), (2, "bf16")):
+            layers = [torch.nn.Linear(1024, 1024) for _ in range(8)]
+            layers[3].requires_grad_(False)
+            model = forebay.shard(torch.nn.Sequential(*layers), stage=stage, dtype=dtype, save_async=True)
+            optimizer = forebay.SGD(model, lr=0.1)
+            model(torch.ones(2, 1024, dtype=next(model.parameters()).dtype)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            expected = [p.detach().clone() for p in model.parameters()]
+            with tempfile.TemporaryDirectory() as directory:
+                saving = forebay.save(model, directory, background=True)
+                for p in reversed(list(model.parameters())):
+                    p.data.add_(1)  # As a trainer does that perturbs its weights for a pass.
+                saving.result()
+                forebay.restore(model, directory)
+            for p, value in zip(model.parameters(), expected):
+                self.assertTrue(torch.equal(p.detach(), value), (stage, dtype))
+
     def test_a_save_in_the_background_that_fails_is_told_of_that_state_alone(self):
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)  # The interpreter ignores the signal of it.
         small = (4096, limits[1])

@@ -180,13 +180,13 @@ void add_compare_command(CLI::App& app, Action& action) {
   const auto list = [&](const char* name, auto& target, const char* type, const char* help) {
     add_value(*command, name, target, type, help)->delimiter(',')->group("Settings");
   };
-  list("--stage", a.stages, "N,...", "ZeRO stages to try; without it all");
-  list("--tensor-parallel", a.tensor_parallel, "N,...", "Without it: powers of two within a host");
-  list("--pipeline-parallel", a.pipeline_parallel, "N,...", "Without it: 1");
-  list("--activations", a.activations, "keep|partition|...",
+  list("--stage", a.stages, "N,", "ZeRO stages to try; without it all");
+  list("--tensor-parallel", a.tensor_parallel, "N,", "Without it: powers of two within a host");
+  list("--pipeline-parallel", a.pipeline_parallel, "N,", "Without it: 1");
+  list("--activations", a.activations, "keep|partition|",
        "Where inputs of recomputed layers wait, as for forebay simulate; without it keep");
-  list("--micro-batch", a.batches, "N,...", "Sequences of a micro-step; without it powers of two to 32");
-  list("--recompute", a.recompute, "none|block|every:K,...", "Without it: none and block");
+  list("--micro-batch", a.batches, "N,", "Sequences of a micro-step; without it powers of two to 32");
+  list("--recompute", a.recompute, "none|block|every:K,", "Without it: none and block");
   add_value(*command, "--objective", a.objective, "time|memory|cost", "The order of the settings")
       ->capture_default_str();
   add_value(*command, "--price", a.price, "NUMBER", "Price of a device for an hour, in any currency");

@@ -276,7 +276,8 @@ constexpr OptionRow kTable[] = {
     {.name = "moments",
      .heading = kSharding,
      .help = "How the optimizer's m and v are kept: fp32; bf16; block8, 8 bits and an exponent for each 256 "
-             "elements. Narrow formats are rounded by dithering, and each gives its own result",
+             "elements. Narrow formats are rounded by dithering, and each gives its own result; adafactor "
+             "and muon: fp32",
      .programs = kTraining,
      .member = &ShardingOptions::moments,
      .words = kMoments,

@@ -390,6 +390,7 @@ void Engine::Impl::describe_copies(const SavedPart& part, std::byte* target) {
     } else {
       copy.device = options.stage < 3 ? u.parameters + layout(part.unit).trainable_count * element()
                                       : u.parameter_shard + plan.slice_count(part.unit) * element();
+      copy.is_leased = options.stage < 3;
     }
     saved_copies.push_back(copy);
     return;
@@ -413,6 +414,7 @@ void Engine::Impl::describe_copies(const SavedPart& part, std::byte* target) {
     copy.range.host = u.kept[field];
   } else {
     copy.device = u.kept[field];
+    copy.is_leased = part.field == StateField::kMaster && is_own_master(options) && options.stage < 3;
   }
   const auto add = [&](std::byte* to, std::uint64_t offset, std::uint64_t bytes) {
     copy.target = to;

@@ -51,6 +51,7 @@ struct StateCopy {
   OffloadedRange range;
   std::uint64_t offset = 0;  // Bytes from `device`, or from the start of the range.
   std::uint64_t bytes = 0;
+  bool is_leased = false;  // The trainer has the address, as of fp32 weights at stages 0 to 2, and may write.
 };
 
 // Where elements of a state that is kept in pieces lie, in bytes from the start of the state.

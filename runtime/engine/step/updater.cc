@@ -396,8 +396,10 @@ void Updater::update_run(const HostUpdate& update, const StepContext::Segment& s
 
 void Updater::copy(const std::vector<StateCopy>& copies) {
   std::vector<Snapshot::Part> live;
+  bool any_leased = false;
   for (const StateCopy& one : copies) {
     if (one.bytes == 0) continue;
+    any_leased |= one.is_leased;
     if (const std::byte* const source = live_source(one)) {
       live.push_back({one.target, source, one.bytes});
     } else if (one.device != nullptr) {
@@ -409,14 +411,17 @@ void Updater::copy(const std::vector<StateCopy>& copies) {
     snapshot_stream().call<&Updater::open_snapshot>(*this);
   }
   device_stream_.record(copied_on_device_);
-  if (!plan_.offloads()) return;
-  host_copies_ = {this, &copies};
-  host_stream_.call<&HostCopies::run>(host_copies_);
-  host_stream_.record(copied_on_host_);
+  if (plan_.offloads()) {
+    host_copies_ = {this, &copies};
+    host_stream_.call<&HostCopies::run>(host_copies_);
+    host_stream_.record(copied_on_host_);
+  }
+  if (any_leased) must(backend_.event_synchronize(copied_on_device_));
 }
 
-// Null: the host cannot read it.
+// Null: the host cannot read it, or not later.
 const std::byte* Updater::live_source(const StateCopy& copy) const {
+  if (copy.is_leased) return nullptr;
   if (copy.device != nullptr)
     return backend_.capabilities().host_accessible ? copy.device + copy.offset : nullptr;
   return copy.range.host != nullptr ? copy.range.host + copy.offset : nullptr;

@@ -49,6 +49,7 @@ class Updater : private StepPart {
 
   // Queues the copies after the last update; the next one waits for them. Memory that the host can read is
   // copied only in keep_copies() and synchronize(), and only the part that read_copy() has not given by then.
+  // Waits for the copies of leased memory.
   // Order: when the copies before are complete, and after end_copies(). Requires: `copies` stay until then.
   void copy(const std::vector<StateCopy>& copies);
   // Waits for them, and for the updates before. Threads: any.
