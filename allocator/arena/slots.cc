@@ -36,6 +36,10 @@ Result<Slot> ChunkedArena::slot_create(std::size_t bytes, Tag tag) {
   }
   settle();
   Status cause;
+  std::vector<std::uint32_t> chunks;
+  // Before the locks: this layer is built without exceptions, so one that passes through would leave them
+  // held.
+  if (bytes <= limit_bytes_) chunks.reserve(ceil_div(bytes, chunk_bytes_));
   {
     std::lock_guard growth(growth_mutex_);
     Lock lock(mutex_);
@@ -44,10 +48,6 @@ Result<Slot> ChunkedArena::slot_create(std::size_t bytes, Tag tag) {
       cause = Status(StatusCode::kOutOfMemory, "");
     } else {
       const std::size_t live_bytes = round_up(bytes, kBlockGranule);
-      std::vector<std::uint32_t> chunks;
-      lock.unlock();
-      chunks.reserve(ceil_div(bytes, chunk_bytes_));
-      lock.lock();
       recover_stranded(lock);
       if (!within_tag_limit(tag, live_bytes)) {
         lock.unlock();
@@ -101,6 +101,8 @@ Status ChunkedArena::slot_destroy(Slot slot) {
 }
 
 Result<DevicePtr> ChunkedArena::alias_create(Slot slot, std::size_t bytes) {
+  std::vector<SizedChunk> row;
+  if (bytes <= reserve_bytes_) row.reserve(ceil_div(bytes, chunk_bytes_));  // Before the locks, as above.
   std::lock_guard growth(growth_mutex_);
   if (slot.index >= slots_.size() || !slots_[slot.index].live) {
     return invalid_argument("cannot create an alias of slot ", slot.index,
@@ -113,7 +115,6 @@ Result<DevicePtr> ChunkedArena::alias_create(Slot slot, std::size_t bytes) {
                             format_bytes(slot_bytes), "; ask for one byte up to that");
   }
   const std::size_t alias_bytes = align_up(bytes, chunk_bytes_);
-  std::vector<SizedChunk> row(alias_bytes / chunk_bytes_);
   Lock lock(mutex_);
   recover_stranded(lock);
   if (!reserve_ranges(lock)) return no_books();
@@ -130,7 +131,8 @@ Result<DevicePtr> ChunkedArena::alias_create(Slot slot, std::size_t bytes) {
   }
   target->slot = slot.index;
   const std::size_t begin = target->offset;
-  for (std::size_t i = 0; i < row.size(); ++i) row[i] = {chunks_[state.chunks[i]].handle, chunk_bytes_};
+  for (std::size_t i = 0; i < alias_bytes / chunk_bytes_; ++i)
+    row.push_back({chunks_[state.chunks[i]].handle, chunk_bytes_});
   lock.unlock();
   const MappedRow mapped = map_row(begin, begin + alias_bytes, row);
   lock.lock();

@@ -6,6 +6,7 @@
 #include <atomic>
 #include <cstdio>
 #include <cstring>
+#include <new>
 #include <set>
 #include <string>
 #include <thread>
@@ -1396,6 +1397,17 @@ TEST_F(ArenaTest, ServesManyThreadsAtOnce) {
   EXPECT_EQ(arena_->statistics().live_bytes, 0u);
   take(64 * kChunk);
 }
+
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)  // These end the program there.
+TEST_F(ArenaTest, ASlotWhoseListHasNoMemoryLeavesTheArenaInUse) {
+  remake(SIZE_MAX, 256_MiB, 64 * kChunk);
+
+  EXPECT_THROW(static_cast<void>(arena_->slot_create(SIZE_MAX / 2, 0)), std::bad_alloc);
+
+  ASSERT_TRUE(arena_->slot_create(kChunk, 0).ok());
+  give(take(kChunk));
+}
+#endif
 
 }  // namespace
 }  // namespace forebay
