@@ -290,6 +290,20 @@ TEST(EngineOnCuda, AllocatesNothingFromTheDriverAfterTheFirstStep) {
   }
 }
 
+// Goes on from the state after two steps and has the bits of a run of four.
+void resume_at_two(const ToyOptions& options, Rank& rank, const std::string& directory,
+                   const ToyResult& whole, const std::string& what) {
+  ToyTrainer trainer(options, rank);
+  EXPECT_EQ(trainer.engine().load_state(directory), "two");
+  for (int step = 2; step < 4; ++step) static_cast<void>(trainer.step(step));
+  ToyResult resumed;
+  trainer.collect(resumed);
+  resumed.grad_norms = whole.grad_norms;  // The resumed run has only half of them.
+  resumed.metrics = whole.metrics;
+  expect_same_bits(resumed, whole, what);
+  EXPECT_EQ(trainer.engine().applied_steps(), 4u);
+}
+
 TEST(EngineOnCuda, ResumesFromSavedStateWithTheSameBits) {
   const std::filesystem::path directory =
       std::filesystem::temp_directory_path() / ("forebay-engine-cuda-" + std::to_string(::getpid()));
@@ -307,15 +321,7 @@ TEST(EngineOnCuda, ResumesFromSavedStateWithTheSameBits) {
       });
       options.engine.stage = 3 - stage;
       run_ranks(3, world_on(gpu), [&](Rank& rank) {
-        ToyTrainer trainer(options, rank);
-        EXPECT_EQ(trainer.engine().load_state(directory), "two");
-        for (int step = 2; step < 4; ++step) static_cast<void>(trainer.step(step));
-        ToyResult resumed;
-        trainer.collect(resumed);
-        resumed.grad_norms = whole.grad_norms;  // The resumed run has only half of them.
-        resumed.metrics = whole.metrics;
-        expect_same_bits(resumed, whole, "saved at stage " + std::to_string(stage));
-        EXPECT_EQ(trainer.engine().applied_steps(), 4u);
+        resume_at_two(options, rank, directory, whole, "saved at stage " + std::to_string(stage));
       });
       std::filesystem::remove_all(directory);
     }
@@ -343,15 +349,8 @@ TEST(EngineOnCuda, ResumesFromAStateThatWasSavedInTheBackground) {
         trainer.engine().save_state_end();
       });
       run_ranks(3, world_on(gpu), [&](Rank& rank) {
-        ToyTrainer trainer(options, rank);
-        EXPECT_EQ(trainer.engine().load_state(directory), "two");
-        for (int step = 2; step < 4; ++step) static_cast<void>(trainer.step(step));
-        ToyResult resumed;
-        trainer.collect(resumed);
-        resumed.grad_norms = whole.grad_norms;  // The resumed run has only half of them.
-        resumed.metrics = whole.metrics;
-        expect_same_bits(resumed, whole,
-                         "stage " + std::to_string(stage) + ", offloaded " + std::to_string(fraction));
+        resume_at_two(options, rank, directory, whole,
+                      "stage " + std::to_string(stage) + ", offloaded " + std::to_string(fraction));
       });
       std::filesystem::remove_all(directory);
     }

@@ -11,14 +11,12 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
 #include <functional>
 #include <iterator>
 #include <map>
-#include <mutex>
 #include <new>
 #include <optional>
 #include <random>
@@ -32,6 +30,7 @@
 #include "runtime/engine/state/state_files.h"
 #include "tests/engine/toy_cases.h"
 #include "tests/offload/memory_store.h"
+#include "tests/support/gate.h"
 #include "tests/support/temporary_directory.h"
 #include "tests/support/thread_limit.h"
 
@@ -395,41 +394,6 @@ TEST_F(BackgroundSave, TheOrderOfUnitsMayChangeMeanwhile) {
   }
 }
 
-// Holds threads that save before they write their part number `stop`.
-class Gate {
- public:
-  void wait() {
-    thread_local int passed = 0;  // Each save has a thread of its own.
-    std::unique_lock lock(mutex_);
-    if (!is_closed_ || passed++ != stop_) return;
-    ++held_;
-    changed_.notify_all();
-    changed_.wait(lock, [&] { return !is_closed_; });
-  }
-  void close(int stop) {
-    const std::lock_guard lock(mutex_);
-    stop_ = stop;
-    held_ = 0;
-    is_closed_ = true;
-  }
-  void wait_until_held(int threads) {
-    std::unique_lock lock(mutex_);
-    changed_.wait(lock, [&] { return held_ == threads; });
-  }
-  void open() {
-    const std::lock_guard lock(mutex_);
-    is_closed_ = false;
-    changed_.notify_all();
-  }
-
- private:
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  int stop_ = 0;
-  int held_ = 0;
-  bool is_closed_ = false;
-};
-
 // Values that the host can read are written from their place. A change copies first what is not written yet.
 TEST_F(BackgroundSave, HasTheValuesOfItsMomentWhateverChangesThem) {
   using Change = std::function<void(ToyTrainer & trainer)>;
@@ -454,6 +418,8 @@ TEST_F(BackgroundSave, HasTheValuesOfItsMomentWhateverChangesThem) {
         SCOPED_TRACE("stage " + std::to_string(setting.stage) + ", offload " + offload_name(setting.offload) +
                      ", " + change_name + ", held before part " + std::to_string(stop));
         Gate gate;
+        std::atomic<bool> holds{false};
+        std::atomic<int> held{0};
         ToyOptions options = options_for(setting.stage, setting.type, setting.ranks);
         options.engine.offload = setting.offload;
         options.engine.tier = setting.tier;
@@ -463,7 +429,12 @@ TEST_F(BackgroundSave, HasTheValuesOfItsMomentWhateverChangesThem) {
         options.engine.ema = 0.9;
         options.engine.save_async = true;
         options.hooks.make_store = [](int) { return make_memory_store({.alignment_bytes = 4096}); };
-        options.hooks.before_state_write = [&](std::uint64_t) { gate.wait(); };
+        options.hooks.before_state_write = [&, before = stop](std::uint64_t) {
+          thread_local int passed = 0;  // Each save in the background has a thread of its own.
+          if (!holds || passed++ != before) return;
+          ++held;
+          Gate::wait(&gate);
+        };
         const std::string name = std::to_string(++number);
         run_ranks(setting.ranks, {}, [&](Rank& rank) {
           ToyTrainer trainer(options, rank);
@@ -471,10 +442,10 @@ TEST_F(BackgroundSave, HasTheValuesOfItsMomentWhateverChangesThem) {
           trainer.initialize();
           for (int step = 0; step < 2; ++step) static_cast<void>(trainer.step(step));
           engine.save_state(place("waiting" + name), "");
-          gate.close(stop);
+          holds = true;
           throw_if_error(rank.communicator->barrier());
           engine.save_state_begin(place("background" + name), "");
-          gate.wait_until_held(setting.ranks);
+          while (held < setting.ranks) std::this_thread::yield();
           change(trainer);
           throw_if_error(rank.communicator->barrier());
           gate.open();
