@@ -66,7 +66,7 @@ class Updater : private StepPart {
   void wait_for_step(const EngineStream& stream) const;
   // The host waits for all queued updates and copies, so the caller may change states.
   void synchronize();
-  // It waits for the updates on the device.
+  // The host waits for the updates on the device.
   void synchronize_device() const { device_stream_.synchronize(); }
 
   // The first failure keeps the others out. Threads: any.
