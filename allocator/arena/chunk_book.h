@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "allocator/arena/range.h"
+#include "allocator/arena/vector_room.h"
 #include "forebay/backend.h"
 #include "forebay/check.h"
 
@@ -55,10 +56,15 @@ struct Mapping {
 class ChunkSet {
  public:
   std::size_t room() const noexcept { return words_.size() * kWordBits; }
-  void reserve(std::size_t chunk_count) {
-    if (room() >= chunk_count) return;
-    words_.resize((chunk_count + kWordBits - 1) / kWordBits);
-    used_.resize((words_.size() + kWordBits - 1) / kWordBits);
+  // False if the host has no memory.
+  bool reserve(std::size_t chunk_count) {
+    if (room() >= chunk_count) return true;
+    const std::size_t word_count = (chunk_count + kWordBits - 1) / kWordBits;
+    const std::size_t used_count = (word_count + kWordBits - 1) / kWordBits;
+    if (!make_vector_room(words_, word_count) || !make_vector_room(used_, used_count)) return false;
+    words_.resize(word_count);
+    used_.resize(used_count);
+    return true;
   }
   void clear() noexcept {
     for (std::size_t i = 0; i < used_.size(); ++i) {
@@ -180,7 +186,10 @@ class GranuleTable {
     for (std::size_t i = (begin >> shift_) / kLeafCount; i <= last; ++i) {
       if (leaves_[i] != nullptr) continue;
       auto* leaf = static_cast<Entry*>(std::malloc(kLeafCount * sizeof(Entry)));
-      if (leaf == nullptr) return false;
+      if (leaf == nullptr || !make_vector_room(*leaves, leaves->size() + 1)) {
+        std::free(leaf);
+        return false;
+      }
       for (std::size_t j = 0; j < kLeafCount; ++j) new (leaf + j) Entry;
       leaves->push_back({i, leaf});
     }

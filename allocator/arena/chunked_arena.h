@@ -424,7 +424,7 @@ class ChunkedArena final : public Arena {
   void return_to_earlier(Lock& lock);
   // Stitching (arena/stitch.cc).
   struct StitchSearch;
-  bool choose_stitch(const Placement& placement, std::size_t room_bytes, Stitch* stitch);
+  bool choose_stitch(const Placement& placement, std::size_t room_bytes);
   Status stitch(Lock& lock, const Placement& placement, Range** stitched, std::size_t* start,
                 bool* addresses_used_up);
   Status plan_stitch(Lock& lock, const Placement& placement);
@@ -444,7 +444,7 @@ class ChunkedArena final : public Arena {
   Status grow(Lock& lock, const Placement& placement, bool freely, Range** grown);
   Status place_fixed(Lock& lock, const Placement& placement, Range** grown);
   Status acquire(Lock& lock, std::size_t bytes, std::size_t handle_bytes, std::vector<std::uint32_t>* chunks);
-  void reserve_row(Lock& lock, std::vector<std::uint32_t>* chunks, std::size_t count);
+  bool reserve_row(Lock& lock, std::vector<std::uint32_t>* chunks, std::size_t count);
   Status create_chunks(Lock& lock, std::size_t bytes, std::size_t handle_bytes,
                        std::vector<std::uint32_t>* chunks);
   void keep_spare(std::uint32_t chunk);
@@ -487,6 +487,8 @@ class ChunkedArena final : public Arena {
   Range* find_alias(DevicePtr address);
   Status unmap_alias(Lock& lock, Range* range);
   Status acquire_slot(Lock& lock, std::size_t bytes, std::vector<std::uint32_t>* chunks);
+  bool reserve_slot(Lock& lock);
+  MappedRow map_alias(Lock& lock, std::size_t begin, std::size_t bytes, const SlotState& slot);
   // Private regions (arena/private.cc).
   void wait_for_freed(std::uint8_t region);
   bool freed_memory_in_use(std::uint8_t region) const;

@@ -202,18 +202,20 @@ Status ChunkedArena::grow(Lock& lock, const Placement& placement, bool freely, R
 // failure `chunks` holds those found so far. growth_mutex_ and mutex_ held; releases mutex_ meanwhile.
 Status ChunkedArena::acquire(Lock& lock, std::size_t bytes, std::size_t handle_bytes,
                              std::vector<std::uint32_t>* chunks) {
-  reserve_row(lock, chunks, bytes / chunk_bytes_);
+  if (!reserve_row(lock, chunks, bytes / chunk_bytes_)) return no_books();
   for (std::uint32_t chunk = kNone; bytes > 0 && take_spare(bytes, &chunk); bytes -= chunks_[chunk].bytes)
     chunks->push_back(chunk);
   return create_chunks(lock, bytes, handle_bytes, chunks);
 }
 
-// Makes room for `count` more chunks. growth_mutex_ and mutex_ held; may release mutex_ meanwhile.
-void ChunkedArena::reserve_row(Lock& lock, std::vector<std::uint32_t>* chunks, std::size_t count) {
-  if (chunks->capacity() - chunks->size() >= count) return;
+// Makes room for `count` more chunks. False if the host has no memory. growth_mutex_ and mutex_ held; may
+// release mutex_ meanwhile.
+bool ChunkedArena::reserve_row(Lock& lock, std::vector<std::uint32_t>* chunks, std::size_t count) {
+  if (chunks->capacity() - chunks->size() >= count) return true;
   lock.unlock();
-  chunks->reserve(chunks->size() + count);
+  const bool made = make_vector_room(*chunks, chunks->size() + count);
   lock.lock();
+  return made;
 }
 
 // Creates chunks of `bytes` in all, each of at most `handle_bytes`, for which room in the books has been
@@ -226,6 +228,9 @@ Status ChunkedArena::create_chunks(Lock& lock, std::size_t bytes, std::size_t ha
   Status status;
   lock.unlock();
   row_.clear();
+  const std::size_t count_max = ceil_div(std::min(bytes, room_bytes), handle_bytes) + 1;
+  if (!make_vector_room(row_, count_max) || !make_vector_room(*chunks, chunks->size() + count_max))
+    status = no_books();
   while (status.ok() && bytes > 0) {
     const std::size_t part_bytes = std::min(bytes, handle_bytes);
     if (part_bytes > room_bytes) {
@@ -239,7 +244,6 @@ Status ChunkedArena::create_chunks(Lock& lock, std::size_t bytes, std::size_t ha
     bytes -= part_bytes;
     room_bytes -= part_bytes;
   }
-  chunks->reserve(chunks->size() + row_.size());
   lock.lock();
   for (const SizedChunk& made : row_) {
     const std::uint32_t chunk = chunks_.take();
@@ -305,8 +309,13 @@ Status ChunkedArena::map_chunks(Lock& lock, Range* range, const std::vector<std:
   const std::size_t end = range->end();
   lock.unlock();
   row_.clear();
-  for (const std::uint32_t chunk : chunks) row_.push_back({chunks_[chunk].handle, chunks_[chunk].bytes});
-  MappedRow mapped = map_row(begin, end, row_);
+  MappedRow mapped;
+  if (make_vector_room(row_, chunks.size())) {
+    for (const std::uint32_t chunk : chunks) row_.push_back({chunks_[chunk].handle, chunks_[chunk].bytes});
+    mapped = map_row(begin, end, row_);
+  } else {
+    mapped.status = no_books();
+  }
   lock.lock();
   // Others may have taken the descriptors that were made room for.
   if (mapped.stranded) (void)reserve_ranges(lock, mapped.count + kSplitsMax);

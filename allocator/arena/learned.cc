@@ -380,8 +380,9 @@ bool ChunkedArena::map_as_learned(Lock& lock, const Placement& placement, std::s
     }
     lock.unlock();
     chunks.clear();
-    chunks.reserve(last - i);
+    const bool room = make_vector_room(chunks, last - i);
     lock.lock();
+    if (!room) return false;
     // A row of neighbours is mapped at once. Until then its new chunks are spares.
     const std::size_t row_begin = mappings[i].offset;
     std::size_t row_end = row_begin;
@@ -453,9 +454,9 @@ void ChunkedArena::keep_earlier(Lock& lock) {
   lock.unlock();
   std::unique_ptr<Earlier> earlier(new (std::nothrow) Earlier);
   if (earlier != nullptr && !earlier->steps.start()) earlier.reset();
-  if (earlier != nullptr) {
-    earlier->placed.chunks.reserve(chunk_count_);
-    earlier->placed.mappings.reserve(mapping_count_);
+  if (earlier != nullptr && (!make_vector_room(earlier->placed.chunks, chunk_count_) ||
+                             !make_vector_room(earlier->placed.mappings, mapping_count_))) {
+    earlier.reset();
   }
   lock.lock();
   if (earlier == nullptr || total_.live_bytes != 0) return;

@@ -393,25 +393,26 @@ bool ChunkedArena::reserve_books(Lock& lock, std::size_t bytes) {
     if (!extents && !chunks && !mappings && !sets) return true;
     if ((chunks && chunks_.full()) || (mappings && mappings_.full())) return false;
     lock.unlock();
+    bool made = true;
     if (extents) {
-      for (std::vector<Extent>* scratch : {&parts_, &rows_, &heads_, &tails_, &sort_scratch_})
-        scratch->reserve(2 * extent_count);
-      wholes_.reserve(2 * extent_count);
-      found_parts_.reserve(2 * extent_count);
-      other_chunks_.reserve(2 * extent_count);
-      whole_groups_.reserve(2 * extent_count);
-      origins_.reserve(2 * extent_count);
+      const auto reserve = [&](auto&... scratch) {
+        return (make_vector_room(scratch, 2 * extent_count) && ...);
+      };
+      // parts_ comes last: its capacity stands for that of all.
+      made = reserve(rows_, heads_, tails_, sort_scratch_, wholes_, found_parts_, other_chunks_,
+                     whole_groups_, origins_, parts_);
     }
+    // whole_ comes last for the same reason.
     if (sets) {
-      whole_.reserve(chunk_room);
-      in_parts_.reserve(chunk_room);
+      made = made && make_vector_room(new_row_, chunk_room) && make_vector_room(stitch_.whole, chunk_room) &&
+             in_parts_.reserve(chunk_room) && whole_.reserve(chunk_room);
     }
     PhysicalChunk* chunk_leaf = chunks ? EntryPool<PhysicalChunk>::make_leaf() : nullptr;
     Mapping* mapping_leaf = mappings ? EntryPool<Mapping>::make_leaf() : nullptr;
     lock.lock();
     if (chunk_leaf != nullptr) chunks_.add(chunk_leaf);
     if (mapping_leaf != nullptr) mappings_.add(mapping_leaf);
-    if ((chunks && chunk_leaf == nullptr) || (mappings && mapping_leaf == nullptr)) return false;
+    if (!made || (chunks && chunk_leaf == nullptr) || (mappings && mapping_leaf == nullptr)) return false;
   }
 }
 

@@ -136,7 +136,10 @@ Status ChunkedArena::keep_copy(Lock& lock, std::uint8_t index) {
   const auto page_bytes = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
   lock.unlock();
   region.kept.clear();
-  region.kept.reserve(count);
+  if (!make_vector_room(region.kept, count)) {
+    lock.lock();
+    return no_books();
+  }
   auto* copy = static_cast<std::byte*>(std::aligned_alloc(page_bytes, round_up(bytes, page_bytes)));
   Status status;
   if (copy == nullptr) {
@@ -327,8 +330,9 @@ Status ChunkedArena::pause(Tag tag, bool keep) {
   }
   const std::size_t chunk_count = chunk_count_;
   lock.unlock();
-  region.chunks.reserve(chunk_count);
+  const bool room = make_vector_room(region.chunks, chunk_count);
   lock.lock();
+  if (!room) return give_up(no_books());
   if (freed_memory_in_use(index)) {
     return give_up(Status(StatusCode::kUnavailable,
                           "queued work may still use blocks of it that were freed; end the capture of the "

@@ -30,6 +30,15 @@ Status ChunkedArena::acquire_slot(Lock& lock, std::size_t bytes, std::vector<std
   return status;
 }
 
+// Room for one more slot. growth_mutex_ and mutex_ held; may release mutex_ meanwhile.
+bool ChunkedArena::reserve_slot(Lock& lock) {
+  if (slots_.size() < slots_.capacity()) return true;
+  lock.unlock();
+  const bool made = make_vector_room(slots_, 2 * slots_.size() + 1);
+  lock.lock();
+  return made;
+}
+
 Result<Slot> ChunkedArena::slot_create(std::size_t bytes, Tag tag) {
   if (bytes == 0) {
     return invalid_argument("cannot create a slot of no bytes: it would have no chunk; ask for one");
@@ -37,15 +46,14 @@ Result<Slot> ChunkedArena::slot_create(std::size_t bytes, Tag tag) {
   settle();
   Status cause;
   std::vector<std::uint32_t> chunks;
-  // Before the locks: this layer is built without exceptions, so one that passes through would leave them
-  // held.
-  if (bytes <= limit_bytes_) chunks.reserve(ceil_div(bytes, chunk_bytes_));
   {
     std::lock_guard growth(growth_mutex_);
     Lock lock(mutex_);
     if (tag >= tag_count_) return no_such_tag("create a slot", tag);
     if (bytes > limit_bytes_) {
       cause = Status(StatusCode::kOutOfMemory, "");
+    } else if (!reserve_row(lock, &chunks, ceil_div(bytes, chunk_bytes_)) || !reserve_slot(lock)) {
+      cause = no_books();
     } else {
       const std::size_t live_bytes = round_up(bytes, kBlockGranule);
       recover_stranded(lock);
@@ -100,9 +108,24 @@ Status ChunkedArena::slot_destroy(Slot slot) {
   return Status();
 }
 
+// Maps the first `bytes` of a slot at `begin`. growth_mutex_ and mutex_ held; releases mutex_ meanwhile.
+ChunkedArena::MappedRow ChunkedArena::map_alias(Lock& lock, std::size_t begin, std::size_t bytes,
+                                                const SlotState& slot) {
+  const std::size_t count = bytes / chunk_bytes_;
+  MappedRow mapped;
+  lock.unlock();
+  row_.clear();
+  if (make_vector_room(row_, count)) {
+    for (std::size_t i = 0; i < count; ++i) row_.push_back({chunks_[slot.chunks[i]].handle, chunk_bytes_});
+    mapped = map_row(begin, begin + bytes, row_);
+  } else {
+    mapped.status = no_books();
+  }
+  lock.lock();
+  return mapped;
+}
+
 Result<DevicePtr> ChunkedArena::alias_create(Slot slot, std::size_t bytes) {
-  std::vector<SizedChunk> row;
-  if (bytes <= reserve_bytes_) row.reserve(ceil_div(bytes, chunk_bytes_));  // Before the locks, as above.
   std::lock_guard growth(growth_mutex_);
   if (slot.index >= slots_.size() || !slots_[slot.index].live) {
     return invalid_argument("cannot create an alias of slot ", slot.index,
@@ -131,11 +154,7 @@ Result<DevicePtr> ChunkedArena::alias_create(Slot slot, std::size_t bytes) {
   }
   target->slot = slot.index;
   const std::size_t begin = target->offset;
-  for (std::size_t i = 0; i < alias_bytes / chunk_bytes_; ++i)
-    row.push_back({chunks_[state.chunks[i]].handle, chunk_bytes_});
-  lock.unlock();
-  const MappedRow mapped = map_row(begin, begin + alias_bytes, row);
-  lock.lock();
+  const MappedRow mapped = map_alias(lock, begin, alias_bytes, state);
   // Others may have taken the descriptors that were made room for.
   if (mapped.stranded) (void)reserve_ranges(lock);
   install_leaves(mapped);
@@ -201,15 +220,9 @@ Status ChunkedArena::alias_move(DevicePtr alias, Slot slot) {
   if (Status status = unmap_alias(lock, range); !status.ok())
     return status.with_context("cannot move the alias at " + describe(alias));
   if (parks) return Status();
-  lock.unlock();
   SlotState& state = slots_[slot.index];
-  std::vector<SizedChunk> row(range->bytes / chunk_bytes_);
-  lock.lock();
-  for (std::size_t i = 0; i < row.size(); ++i) row[i] = {chunks_[state.chunks[i]].handle, chunk_bytes_};
   range->kind = RangeKind::kBusy;
-  lock.unlock();
-  const MappedRow mapped = map_row(range->offset, range->offset + range->bytes, row);
-  lock.lock();
+  const MappedRow mapped = map_alias(lock, range->offset, range->bytes, state);
   install_leaves(mapped);
   range->kind = RangeKind::kAlias;
   if (mapped.status.ok()) {

@@ -277,9 +277,12 @@ struct ChunkedArena::StitchSearch {
   }
 };
 
-bool ChunkedArena::choose_stitch(const Placement& placement, std::size_t room_bytes, Stitch* stitch) {
-  *stitch = Stitch();
-  StitchSearch search{*this, placement, room_bytes, *stitch};
+// Chooses stitch_. Both locks held.
+bool ChunkedArena::choose_stitch(const Placement& placement, std::size_t room_bytes) {
+  std::vector<std::uint32_t> whole = std::move(stitch_.whole);  // reserve_books has made room for all chunks.
+  stitch_ = Stitch();
+  stitch_.whole = std::move(whole);
+  StitchSearch search{*this, placement, room_bytes, stitch_};
   search.sort_extents();
   search.try_heads();
   search.try_runs();
@@ -329,7 +332,7 @@ Status ChunkedArena::stitch(Lock& lock, const Placement& placement, Range** stit
 Status ChunkedArena::plan_stitch(Lock& lock, const Placement& placement) {
   for (;;) {
     const std::size_t room_bytes = limit_bytes_ - total_.reserved_bytes;
-    if (capturing_count_ != 0 || !choose_stitch(placement, room_bytes, &stitch_)) {
+    if (capturing_count_ != 0 || !choose_stitch(placement, room_bytes)) {
       return Status(StatusCode::kOutOfMemory, "");
     }
     if (stitch_.grown_bytes > 0) {
@@ -388,13 +391,11 @@ Taken ChunkedArena::take_stitch_memory(const Placement& placement) {
 // Creates the new chunks of stitch_ and maps all of it over `view`. On failure `view` is gone or a shadow,
 // and chunks that are mapped nowhere are spares. growth_mutex_ and mutex_ held; releases mutex_ meanwhile.
 Status ChunkedArena::map_stitch(Lock& lock, const Placement& placement, Range* view) {
-  std::vector<std::uint32_t>& chunks = new_row_;
+  std::vector<std::uint32_t>& chunks = new_row_;  // reserve_books has made room for all chunks.
   chunks.clear();
-  reserve_row(lock, &chunks, stitch_.whole.size() + 2);
   if (stitch_.head.chunk != kNone) chunks.push_back(stitch_.head.chunk);
   chunks.insert(chunks.end(), stitch_.whole.begin(), stitch_.whole.end());
   Status status = create_chunks(lock, stitch_.grown_bytes, handle_bytes_max(placement), &chunks);
-  reserve_row(lock, &chunks, 1);
   if (stitch_.tail.chunk != kNone) chunks.push_back(stitch_.tail.chunk);
   if (!status.ok()) {
     for (const std::uint32_t chunk : chunks) {
@@ -439,8 +440,9 @@ Status ChunkedArena::break_chunk(Lock& lock, std::uint32_t chunk) {
   std::vector<std::uint32_t> parts;
   const std::size_t offset_count = count_mappings(chunk);
   lock.unlock();
-  offsets.reserve(offset_count);
+  const bool room = make_vector_room(offsets, offset_count);
   lock.lock();
+  if (!room) return no_books();
   std::uint8_t region = kTransientRegion;
   if (mapped) {
     for (std::uint32_t i = chunks_[chunk].first_mapping; i != kNone; i = mappings_[i].next) {

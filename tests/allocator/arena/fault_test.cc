@@ -1,11 +1,12 @@
-// Aim: when any call on the Backend fails, the arena reports it or manages without; nothing is lost, and the
-// next request works.
+// Aim: when any call on the Backend fails, or the host has no memory, the arena reports it or manages
+// without; nothing is lost, and the next request works.
 //
 // Method: one scenario goes through everything that makes the arena call its Backend: growing, stitching, the
 // breaking of large chunks, addresses that show the same memory and run out, slots, fixed blocks, a pausable
 // tag, a capture, streams that wait for each other, trim, refining. It is run once for each call that it
-// makes, and that call fails. An operation that fails is repeated and must then succeed. Accounts and the
-// contents of all blocks are compared after every operation.
+// makes, and that call fails; and once for each allocation of host memory that the arena makes, which gets
+// none. An operation that fails is repeated and must then succeed. Accounts and the contents of all blocks
+// are compared after every operation.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -31,6 +32,34 @@ namespace {
 constexpr std::size_t kChunk = 4_KiB;
 constexpr std::size_t kLimit = 36 * kChunk;
 
+// Allocations of host memory by the arena, on this thread. The `failing`th gets none; 0: all get some.
+struct HostMemory {
+  bool counts = false;
+  int count = 0;
+  int failing = 0;
+  std::size_t previous = 0;
+
+  bool failed() const { return failing != 0 && count >= failing; }
+  // Of two equal ones in a row the second does not count: the arena tries for memory before a vector takes
+  // it.
+  bool refuses(std::size_t bytes) {
+    if (!counts || std::exchange(previous, bytes) == bytes) return false;
+    return ++count == failing;
+  }
+};
+thread_local HostMemory host_memory;
+
+class CountAllocations {
+ public:
+  explicit CountAllocations(bool counts) : before_(std::exchange(host_memory.counts, counts)) {}
+  CountAllocations(const CountAllocations&) = delete;
+  CountAllocations& operator=(const CountAllocations&) = delete;
+  ~CountAllocations() { host_memory.counts = before_; }
+
+ private:
+  bool before_;
+};
+
 // Counts the calls, and fails one of them. Events complete at once, so that a run makes the same calls every
 // time.
 class FaultyBackend final : public ForwardingBackend {
@@ -50,71 +79,72 @@ class FaultyBackend final : public ForwardingBackend {
   const std::string& failed() const { return failed_; }
 
   Result<DevicePtr> reserve(std::size_t bytes, std::size_t alignment) override {
-    if (fails("reserve")) return scripted();
-    return ForwardingBackend::reserve(bytes, alignment);
+    return call("reserve", [&] { return ForwardingBackend::reserve(bytes, alignment); });
   }
   Status release(DevicePtr base, std::size_t bytes) override {
-    return fails("release") ? scripted() : ForwardingBackend::release(base, bytes);
+    return call("release", [&] { return ForwardingBackend::release(base, bytes); });
   }
   Result<Chunk> chunk_create(std::size_t bytes) override {
-    if (fails("chunk_create")) return scripted();
-    return ForwardingBackend::chunk_create(bytes);
+    return call("chunk_create", [&] { return ForwardingBackend::chunk_create(bytes); });
   }
   Status chunk_destroy(Chunk chunk) override {
-    return fails("chunk_destroy") ? scripted() : ForwardingBackend::chunk_destroy(chunk);
+    return call("chunk_destroy", [&] { return ForwardingBackend::chunk_destroy(chunk); });
   }
   Status map(DevicePtr address, Chunk chunk) override {
-    return fails("map") ? scripted() : ForwardingBackend::map(address, chunk);
+    return call("map", [&] { return ForwardingBackend::map(address, chunk); });
   }
   Status unmap(DevicePtr address, std::size_t bytes) override {
-    return fails("unmap") ? scripted() : ForwardingBackend::unmap(address, bytes);
+    return call("unmap", [&] { return ForwardingBackend::unmap(address, bytes); });
   }
   Status set_access(DevicePtr address, std::size_t bytes) override {
-    return fails("set_access") ? scripted() : ForwardingBackend::set_access(address, bytes);
+    return call("set_access", [&] { return ForwardingBackend::set_access(address, bytes); });
   }
   Status pin(void* address, std::size_t bytes) override {
-    return fails("pin") ? scripted() : ForwardingBackend::pin(address, bytes);
+    return call("pin", [&] { return ForwardingBackend::pin(address, bytes); });
   }
   Status unpin(void* address) override {
-    return fails("unpin") ? scripted() : ForwardingBackend::unpin(address);
+    return call("unpin", [&] { return ForwardingBackend::unpin(address); });
   }
   Status copy_async(void* target, const void* source, std::size_t bytes, Stream stream) override {
-    return fails("copy_async") ? scripted() : ForwardingBackend::copy_async(target, source, bytes, stream);
+    return call("copy_async", [&] { return ForwardingBackend::copy_async(target, source, bytes, stream); });
   }
   Result<Stream> stream_create() override {
-    if (fails("stream_create")) return scripted();
-    return ForwardingBackend::stream_create();
+    return call("stream_create", [&] { return ForwardingBackend::stream_create(); });
   }
   Status stream_destroy(Stream stream) override {
-    return fails("stream_destroy") ? scripted() : ForwardingBackend::stream_destroy(stream);
+    return call("stream_destroy", [&] { return ForwardingBackend::stream_destroy(stream); });
   }
   Status stream_synchronize(Stream stream) override {
     // This test is about the arena's reaction to the answer, not about waiting.
     Status status = ForwardingBackend::stream_synchronize(stream);
-    return fails("stream_synchronize") ? scripted() : status;
+    return call("stream_synchronize", [&] { return status; });
   }
   Result<Event> event_create() override {
-    if (fails("event_create")) return scripted();
-    return ForwardingBackend::event_create();
+    return call("event_create", [&] { return ForwardingBackend::event_create(); });
   }
   Status event_destroy(Event event) override {
-    return fails("event_destroy") ? scripted() : ForwardingBackend::event_destroy(event);
+    return call("event_destroy", [&] { return ForwardingBackend::event_destroy(event); });
   }
   Status event_record(Event event, Stream stream) override {
-    if (fails("event_record")) return scripted();
-    Status status = ForwardingBackend::event_record(event, stream);
-    return status.ok() ? ForwardingBackend::event_synchronize(event) : status;
+    return call("event_record", [&] {
+      Status status = ForwardingBackend::event_record(event, stream);
+      return status.ok() ? ForwardingBackend::event_synchronize(event) : status;
+    });
   }
   Result<bool> event_query(Event event) override {
-    if (fails("event_query")) return scripted();
-    return ForwardingBackend::event_query(event);
+    return call("event_query", [&] { return ForwardingBackend::event_query(event); });
   }
   Status event_synchronize(Event event) override {
-    return fails("event_synchronize") ? scripted() : ForwardingBackend::event_synchronize(event);
+    return call("event_synchronize", [&] { return ForwardingBackend::event_synchronize(event); });
   }
 
  private:
-  Status scripted() const { return Status(code_, "scripted"); }
+  template <typename Call>
+  std::invoke_result_t<Call> call(const char* name, Call call) {
+    const CountAllocations pause(false);
+    if (fails(name)) return Status(code_, "scripted");
+    return call();
+  }
   bool fails(const char* call) {
     ++counts_[what_ + ": " + call];
     if (++call_count_ != failing_call_) return false;
@@ -163,7 +193,7 @@ class Scenario {
     make();
     for (int i = 0; i < 8 && !failed(); ++i) step();
     refinement_count_ = arena_->statistics().refinement_count;
-    for (int i = 0; i < 2; ++i) arena_->trim();
+    for (int i = 0; i < 2; ++i) trim();
     EXPECT_EQ(arena_->statistics().reserved_bytes, 0u) << arena_->report();
     end();
   }
@@ -198,13 +228,21 @@ class Scenario {
     return result.status();
   }
 
+  // Whether the call, or the allocation of host memory, that is to fail has failed.
+  bool reached() const { return !backend_->failed().empty() || host_memory.failed(); }
+  template <typename Call>
+  std::invoke_result_t<Call> counted(Call call) {
+    const CountAllocations count(arena_ != nullptr);
+    return call();
+  }
+
   // Only the call that fails is an excuse, and only once.
   template <typename Call>
   std::invoke_result_t<Call> twice(Call call) {
-    const bool excused = backend_->failed().empty();
-    auto first = call();
+    const bool excused = !reached();
+    auto first = counted(call);
     if (status_of(first).ok()) return first;
-    EXPECT_TRUE(excused && !backend_->failed().empty()) << status_of(first).to_string();
+    EXPECT_TRUE(excused && reached()) << status_of(first).to_string();
     // A failed mapping or event may be reported as its consequence: no memory.
     EXPECT_TRUE(status_of(first).code() == code_ || status_of(first).code() == StatusCode::kOutOfMemory)
         << status_of(first).to_string();
@@ -234,8 +272,12 @@ class Scenario {
     live_bytes_ -= arena_->block_bytes(block);
     blocks_.erase(block);
     resting_.erase(block);
-    EXPECT_TRUE(arena_->free(block, stream).ok());
+    EXPECT_TRUE(counted([&] { return arena_->free(block, stream); }).ok());
     check("after giving");
+  }
+
+  void trim() {
+    counted([&] { arena_->trim(); });
   }
 
   static void check_pattern(const std::map<DevicePtr, Block>& blocks, const char* when) {
@@ -319,8 +361,8 @@ class Scenario {
   void capture() {
     give(low_);
     // A capture remaps nothing, so the memory for it must still be with the device.
-    arena_->trim();
-    arena_->trim();
+    trim();
+    trim();
     begin("a capture");
     const Result<Capture> capture = twice([&] { return arena_->capture_begin(streams_[1]); });
     if (!capture.ok()) return;
@@ -388,9 +430,9 @@ class Scenario {
     begin("trimming among live blocks");
     give(low_);
     for (const int i : {0, 3, 4, 6}) give(singles_[i]);
-    arena_->trim();
+    trim();
     check("after a trim among live blocks");
-    arena_->trim();
+    trim();
     check("after another");
     low_ = take(16 * kChunk);
     for (const int i : {0, 3, 4, 6}) singles_[i] = take(kChunk);
@@ -436,9 +478,9 @@ class Scenario {
     check("with nothing live");
     begin("trimming");
     // One call of it may fail.
-    arena_->trim();
+    trim();
     check("after a trim");
-    arena_->trim();
+    trim();
     EXPECT_EQ(arena_->statistics().reserved_bytes, 0u) << arena_->report();
     EXPECT_EQ(arena_->statistics().live_bytes, 0u);
   }
@@ -532,6 +574,26 @@ TEST(ArenaFault, TheScenarioMakesEveryKindOfBackendCall) {
   std::printf("%d and %d calls\n", backend.call_count(), steps.backend().call_count());
 }
 
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)  // malloc is theirs.
+TEST(ArenaFault, AnAllocationWithoutHostMemoryLosesNothingAndTheNextRequestWorks) {
+  const auto fail_each = [](void (Scenario::*run)()) {
+    int failing = 0;
+    do {
+      Scenario scenario(0, StatusCode::kOutOfMemory);
+      host_memory = {.failing = ++failing};
+      (scenario.*run)();
+      ASSERT_FALSE(HasFailure()) << "when allocation " << failing << " of " << host_memory.count << " failed";
+    } while (host_memory.failed());
+    host_memory = {};
+    std::printf("%d allocations\n", failing - 1);
+    EXPECT_GT(failing, 20);
+  };
+
+  fail_each(&Scenario::run);
+  fail_each(&Scenario::run_steps);
+}
+#endif
+
 // By the status that the call returns, and in quarters that can run at once.
 constexpr int kQuarters = 4;
 class ArenaFaultTest : public ::testing::TestWithParam<std::tuple<StatusCode, int>> {};
@@ -575,4 +637,23 @@ INSTANTIATE_TEST_SUITE_P(EveryCall, ArenaFaultTest,
                          });
 
 }  // namespace
+
 }  // namespace forebay
+
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+extern "C" {
+void* __libc_malloc(std::size_t bytes) noexcept;
+void* __libc_calloc(std::size_t count, std::size_t bytes) noexcept;
+void* __libc_memalign(std::size_t alignment, std::size_t bytes) noexcept;
+
+void* malloc(std::size_t bytes) noexcept {
+  return forebay::host_memory.refuses(bytes) ? nullptr : __libc_malloc(bytes);
+}
+void* calloc(std::size_t count, std::size_t bytes) noexcept {
+  return forebay::host_memory.refuses(count * bytes) ? nullptr : __libc_calloc(count, bytes);
+}
+void* aligned_alloc(std::size_t alignment, std::size_t bytes) noexcept {
+  return forebay::host_memory.refuses(bytes) ? nullptr : __libc_memalign(alignment, bytes);
+}
+}
+#endif

@@ -205,7 +205,8 @@ FOREBAY_API int32_t forebay_fill(forebay_device* device, void* target, int32_t v
 
 /* Makes an arena.
  * Options: arena-limit, arena-reserve, arena-chunk, arena-growth, arena-largest-chunk, arena-history.
- * Errors: FOREBAY_OUT_OF_MEMORY, FOREBAY_INVALID_ARGUMENT for sizes that do not fit the device. */
+ * Errors: FOREBAY_OUT_OF_MEMORY, FOREBAY_INVALID_ARGUMENT for chunks that the device cannot map, or a limit
+ * below one. A limit beyond the device's memory is no error. */
 FOREBAY_API int32_t forebay_arena_create(forebay_device* device, forebay_options* options /* or null */,
                                          forebay_arena** arena);
 
