@@ -225,7 +225,7 @@ class Guard:
         if not unit.held:
             return self.watches_released or self.checks
         # The compiler takes no graph of watched parameters.
-        return (self.checks and not owner.readers and torch._C._current_graph_task_id() == -1
+        return (self.checks and (self.always or not owner.readers) and torch._C._current_graph_task_id() == -1
                 and not ("torch._dynamo" in sys.modules and is_in_compiled_code()))
 
     # --- the check ---
@@ -251,7 +251,8 @@ class Guard:
             elif self.owner().stage == 3:  # As where a part of the unit is computed again.
                 units[0].read_backward()
         if is_written:
-            raise InvalidArgument(f"{func} writes {name} within a pass; weights of a sharded model change in optimizer.step() "
+            where = "gathered(model)" if self.owner().readers else "a pass"
+            raise InvalidArgument(f"{func} writes {name} within {where}; weights of a sharded model change in optimizer.step() "
                                   "only, so write them within forebay.gathered(model, write=True), after the step")
 
     def make_resident(self, func: Any, name: str, unit: "Unit") -> None:

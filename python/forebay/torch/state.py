@@ -22,6 +22,7 @@ from torch import nn
 
 from forebay._library import InvalidArgument, Unsupported, open_to_read
 from forebay.torch import describe
+from forebay.torch.guard import unwatched
 from forebay.torch.optimizer import sharded_of
 from forebay.torch.sharded import SavingOutcome, Sharded, checksum
 
@@ -424,8 +425,9 @@ def _persistent_buffers(model: nn.Module) -> Iterator[Tuple[str, torch.Tensor]]:
 
 def _others(model: nn.Module) -> Dict[str, torch.Tensor]:
     """Buffers, and parameters of integers and complex numbers: state_dict() has them, and no engine holds them."""
-    return {**dict(_persistent_buffers(model)),
-            **{name: p for name, p in model.named_parameters() if not describe.is_held(p) and p.numel() and not p.is_meta}}
+    with unwatched():
+        parameters = {name: p for name, p in model.named_parameters() if not describe.is_held(p) and p.numel() and not p.is_meta}
+    return {**dict(_persistent_buffers(model)), **parameters}
 
 
 def _encoded_others(model: nn.Module) -> Dict[str, Dict[str, Any]]:
@@ -519,8 +521,9 @@ def save(model: nn.Module, directory: Path, state: Any = None, background: bool 
     if error is not None:
         raise type(error)(f"the state that save(background=True) began to save before is not saved, and this save was not begun, so call "
                           f"it again: {error}") from error
-    shapes = {sharded.names[p]: {"shape": list(p.shape), "dtype": str(p.dtype).replace("torch.", "")}
-              for p in sharded.parameters}
+    with unwatched():
+        shapes = {sharded.names[p]: {"shape": list(p.shape), "dtype": str(p.dtype).replace("torch.", "")}
+                  for p in sharded.parameters}
     text = json.dumps({"parameters": shapes, "buffers": _encoded_others(model), "extra": _extra_states(model), "state": state}).encode()
     if background and not sharded.options.get("save_async"):
         raise InvalidArgument("save(background=True) needs host memory for a copy; give shard(save_async=True), or leave out "
