@@ -40,7 +40,7 @@ void run_behind_all_others() {
   const sched_param none{};
   double load = 0;
   const bool is_busy =
-      ::getloadavg(&load, 1) != 1 || load > static_cast<double>(std::thread::hardware_concurrency());
+      ::getloadavg(&load, 1) != 1 || load + 1 > static_cast<double>(std::thread::hardware_concurrency());
   // 0 is the calling thread, on Linux.
   if (is_busy || ::sched_setscheduler(0, SCHED_IDLE, &none) != 0)
     static_cast<void>(::setpriority(PRIO_PROCESS, 0, kNiceness));
