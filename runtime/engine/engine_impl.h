@@ -310,24 +310,7 @@ struct Engine::Impl : StepContext {
   void read_copied_part(const SavedPart& part, std::byte* copied, std::vector<float>& memory);
   Communicator& state_ranks(const std::string& directory);
   bool saves(int unit, const ParameterShape& parameter) const;
-  // Writes this rank's file. Threads: any, one at a time.
-  class ValuesWriter {
-   public:
-    ValuesWriter(internal::StateFile file, std::shared_ptr<const SavedFile> saved,
-                 const internal::EngineHooks& hooks, PartReader read);
-    // Writes the next values. False: the file is complete.
-    bool write_next();
-
-   private:
-    const std::shared_ptr<const SavedFile> saved_;
-    const internal::EngineHooks& hooks_;
-    const PartReader read_;
-    internal::StateFileWriter file_;
-    std::size_t part_ = 0;
-    std::size_t run_of_part_ = 0;  // Of that part's runs, the one that is being written.
-    std::size_t run_ = 0;          // The same of all runs.
-    std::uint64_t done_ = 0;       // Elements of it.
-  };
+  void write_values(internal::StateFile target, const SavedFile& saved, const PartReader& read) const;
   nlohmann::json state_manifest(const std::string& trainer_state, int saving_ranks) const;
   std::string load_state(const std::string& directory, std::optional<std::uint64_t> step);
   std::string load_state(Communicator& loading, const std::string& directory, const std::string& name);

@@ -1,11 +1,7 @@
 #include "runtime/engine/state/background_save.h"
 
-#include <sched.h>
 #include <sys/resource.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
-#include <cstdlib>
 #include <exception>
 #include <new>
 #include <string>
@@ -26,27 +22,11 @@ constexpr std::chrono::milliseconds kLook{10};
 // ranks reach their deadline before they learn that it was removed.
 constexpr std::chrono::milliseconds kUnseen{2'000};
 
-std::string unfinished(const std::string& file) {
-  return "." + file;
-}
-
-// The least claim to a processor that a thread of the usual kind can have.
+// The least claim to a processor that Linux knows.
 constexpr int kNiceness = 19;
 
-// The training comes first. Where processors are idle, the calling thread runs on them as if they still were:
-// threads that wake take them at once. With mere niceness they would wait for another. On a busy machine such
-// a thread would hardly run. Where the system refuses, the thread is as the others.
-void run_behind_all_others() {
-  const sched_param none{};
-  double load = 0;
-  const bool is_busy =
-      ::getloadavg(&load, 1) != 1 || load + 1 > static_cast<double>(std::thread::hardware_concurrency());
-  // 0 is the calling thread, on Linux.
-  if (is_busy || ::sched_setscheduler(0, SCHED_IDLE, &none) != 0)
-    static_cast<void>(::setpriority(PRIO_PROCESS, 0, kNiceness));
-  // Its writes wait for no others. linux/ioprio.h is no C++: the calling thread, best effort, middle
-  // priority.
-  static_cast<void>(::syscall(SYS_ioprio_set, 1, 0, 2 << 13 | 4));
+std::string unfinished(const std::string& file) {
+  return "." + file;
 }
 
 // The exception that is being handled. One that left the thread would end the process.
@@ -79,9 +59,9 @@ BackgroundSave::BackgroundSave(BackgroundSaveJob job) : job_(std::move(job)) {
 }
 
 BackgroundSave::~BackgroundSave() {
-  finish_file();
   {
     std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return file_.has_value(); });
     changed_.wait_for(lock, patience, [&] { return state_.has_value(); });
     gave_up_ = true;
   }
@@ -100,8 +80,8 @@ BackgroundSave::~BackgroundSave() {
 }
 
 Status BackgroundSave::wait_for_file() {
-  finish_file();
-  const std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [&] { return file_.has_value(); });
   told_ = true;
   return *file_;
 }
@@ -119,49 +99,25 @@ void BackgroundSave::give_up() {
   changed_.notify_all();
 }
 
-void BackgroundSave::finish_file() {
-  is_awaited_ = true;
-  while (write_more()) {
-  }
-}
-
-// Writes some values of this rank's file. False: it is there, or it is lost.
-bool BackgroundSave::write_more() {
-  const std::lock_guard turn(writing_);
-  if (const std::lock_guard lock(mutex_); file_.has_value()) return false;
-  Status status;
+void BackgroundSave::run() {
+  // The training comes first. Where the system refuses, the thread is as the others.
+  static_cast<void>(::setpriority(PRIO_PROCESS, 0, kNiceness));  // 0 is the calling thread, on Linux.
+  Status status = job_.copied();
   try {
+    throw_if_error(status);
+    directory_.emplace(job_.directory);
+    const StateDirectory temporary = directory_->subdirectory(temporary_state(job_.name));
     const std::string file = state_file_name(job_.rank, job_.ranks);
-    if (!write_next_) {
-      throw_if_error(job_.copied());
-      directory_.emplace(job_.directory);
-      write_next_ = job_.write(directory_->subdirectory(temporary_state(job_.name)).create(unfinished(file)));
-    }
-    if (write_next_()) return true;
-    write_next_ = nullptr;
-    directory_->subdirectory(temporary_state(job_.name)).rename(unfinished(file), file);
+    job_.write(temporary.create(unfinished(file)));
+    temporary.rename(unfinished(file), file);
   } catch (...) {
     status = error_of_save();
   }
-  write_next_ = nullptr;
   {
     const std::lock_guard lock(mutex_);
     file_ = status;
   }
   changed_.notify_all();
-  return false;
-}
-
-void BackgroundSave::run() {
-  run_behind_all_others();
-  while (!is_awaited_ && write_more()) {
-  }
-  Status status;
-  {
-    std::unique_lock lock(mutex_);
-    changed_.wait(lock, [&] { return file_.has_value(); });
-    status = *file_;
-  }
   if (status.ok() && job_.rank == 0) {
     try {
       publish();

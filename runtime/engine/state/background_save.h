@@ -1,12 +1,10 @@
 // A saved state that a thread writes while training goes on.
 //
-// Each rank's thread writes the rank's file under a temporary name and renames it when it is on the drive. It
-// comes behind all other threads. A caller that waits for the file writes the rest of it, so that a busy
-// machine delays no one for long. Rank 0's thread waits for the files of all ranks and then publishes the
-// state. So the threads communicate by the directory alone.
+// Each rank's thread writes the rank's file under a temporary name and renames it when it is on the drive.
+// Rank 0's thread waits for the files of all ranks and then publishes the state. So the threads communicate
+// by the directory alone.
 #pragma once
 
-#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <functional>
@@ -30,9 +28,8 @@ struct BackgroundSaveJob {
   int ranks = 1;
   // Waits until the values are copied.
   std::function<Status()> copied;
-  // Begins this rank's file. Each call of the result writes more of it, and returns false when it is
-  // complete.
-  std::function<std::function<bool()>(StateFile)> write;
+  // Writes the values to this rank's file.
+  std::function<void(StateFile)> write;
   // Rank 0 only. Held until the state has its name, or until what is left of a failed save is removed.
   std::unique_ptr<StateLock> lock;
   nlohmann::json manifest;  // Without its files.
@@ -51,7 +48,7 @@ class BackgroundSave {
   BackgroundSave(const BackgroundSave&) = delete;
   BackgroundSave& operator=(const BackgroundSave&) = delete;
 
-  // Waits for this rank's file, and writes what the thread has not written.
+  // Waits for this rank's file.
   Status wait_for_file();
   // Waits for the end: on rank 0, for the state. Requires: all ranks have their files, so one that is missing
   // has been removed, and is an error.
@@ -65,16 +62,10 @@ class BackgroundSave {
 
  private:
   void run();
-  bool write_more();
-  void finish_file();
   void publish();
 
   BackgroundSaveJob job_;
-  std::mutex writing_;  // Comes before mutex_.
-  // Guarded by writing_ until the file is there, and used by the thread alone from then on.
-  std::optional<StateDirectory> directory_;
-  std::function<bool()> write_next_;      // Of job_.write, while the file is open.
-  std::atomic<bool> is_awaited_ = false;  // The thread leaves the file to the caller.
+  std::optional<StateDirectory> directory_;  // Used by the thread until it has ended.
   std::mutex mutex_;
   std::condition_variable changed_;
   // Guarded by mutex_.

@@ -36,10 +36,6 @@ struct SectionPart {
   std::uint64_t offset = 0;  // `begin`, counted from the start of the parameter.
 };
 
-// Elements that are written at once. Larger: a caller that waits for a save in the background waits longer
-// for its turn to write. Smaller: more turns.
-constexpr std::uint64_t kWrittenCount = 512 << 10;
-
 // The values of one part at a time.
 struct PartInMemory {
   template <typename Read>
@@ -218,16 +214,14 @@ void Engine::Impl::save_state(const std::string& directory, const std::string& t
   try {
     agree(local_verdict([&] {
       if (!files) files.emplace(directory);
-      const auto saved = std::make_shared<const SavedFile>(saved_file(saves_grid));
+      const SavedFile saved = saved_file(saves_grid);
       PartInMemory held;
-      ValuesWriter writer(
+      write_values(
           files->subdirectory(temporary).create(internal::state_file_name(saving.rank(), saving.size())),
-          saved, hooks, [&](std::size_t part, std::uint64_t begin, std::uint64_t count, std::byte* target) {
+          saved, [&](std::size_t part, std::uint64_t begin, std::uint64_t count, std::byte* target) {
             held.copy(part, begin, count, target,
-                      [&](std::vector<float>& memory) { read_part(saved->parts[part], memory); });
+                      [&](std::vector<float>& memory) { read_part(saved.parts[part], memory); });
           });
-      while (writer.write_next()) {
-      }
     }));
     agree(local_verdict([&] {
       if (saving.rank() != 0) return;
@@ -274,60 +268,20 @@ void Engine::Impl::begin_save(const std::string& directory, const std::string& t
   if (saved_copies.empty()) describe_copies();
   updater->copy(saved_copies);
   job.copied = [this] { return updater->wait_for_copies(); };
-  job.write = [this, saved = std::make_shared<const SavedFile>(saved_file(saves_grid))](
-                  internal::StateFile file) -> std::function<bool()> {
-    auto writer = std::make_shared<ValuesWriter>(
-        std::move(file), saved, hooks,
-        [this, saved, held = PartInMemory()](std::size_t number, std::uint64_t begin, std::uint64_t count,
-                                             std::byte* target) mutable {
-          const SavedPart& part = saved->parts[number];
-          std::byte* const copied = saved_targets[number];
-          if (is_copied_as_saved(part))
-            return updater->read_copy(copied + begin * sizeof(float), count * sizeof(float), target);
-          held.copy(number, begin, count, target,
-                    [&](std::vector<float>& memory) { read_copied_part(part, copied, memory); });
-        });
-    return [this, writer] {
-      if (writer->write_next()) return true;
-      updater->end_copies();
-      return false;
-    };
+  job.write = [this, saved = saved_file(saves_grid)](internal::StateFile file) {
+    PartInMemory held;
+    write_values(std::move(file), saved,
+                 [&](std::size_t number, std::uint64_t begin, std::uint64_t count, std::byte* target) {
+                   const SavedPart& part = saved.parts[number];
+                   std::byte* const copied = saved_targets[number];
+                   if (is_copied_as_saved(part))
+                     return updater->read_copy(copied + begin * sizeof(float), count * sizeof(float), target);
+                   held.copy(number, begin, count, target,
+                             [&](std::vector<float>& memory) { read_copied_part(part, copied, memory); });
+                 });
+    updater->end_copies();
   };
   background_save = std::make_unique<internal::BackgroundSave>(std::move(job));
-}
-
-Engine::Impl::ValuesWriter::ValuesWriter(internal::StateFile file, std::shared_ptr<const SavedFile> saved,
-                                         const internal::EngineHooks& hooks, PartReader read)
-    : saved_(std::move(saved)),
-      hooks_(hooks),
-      read_(std::move(read)),
-      file_(std::move(file), saved_->parameters, saved_->runs) {}
-
-bool Engine::Impl::ValuesWriter::write_next() {
-  if (part_ == saved_->parts.size()) {
-    file_.finish();
-    return false;
-  }
-  const std::vector<std::uint64_t>& begins = saved_->begins[part_];
-  if (run_of_part_ == 0 && done_ == 0 && hooks_.before_state_write)
-    hooks_.before_state_write(saved_->parts[part_].count * sizeof(float));
-  if (run_of_part_ == begins.size()) {
-    ++part_;
-    run_of_part_ = 0;
-    return true;
-  }
-  const std::uint64_t all = saved_->runs[run_].count;
-  const std::uint64_t here = std::min(all - done_, kWrittenCount);
-  const std::uint64_t begin = begins[run_of_part_] + done_;
-  file_.write(here, [&](std::byte* target, std::uint64_t first, std::uint64_t count) {
-    read_(part_, begin + first, count, target);
-  });
-  done_ += here;
-  if (done_ < all) return true;
-  done_ = 0;
-  ++run_;
-  ++run_of_part_;
-  return true;
 }
 
 // Whether its copy has the bytes that go to the file.
@@ -565,6 +519,22 @@ Engine::Impl::SavedFile Engine::Impl::saved_file(bool saves_grid) const {
     }
   }
   return {std::move(parameters), saved, std::move(runs), std::move(begins)};
+}
+
+// Threads: any.
+void Engine::Impl::write_values(internal::StateFile target, const SavedFile& saved,
+                                const PartReader& read) const {
+  internal::StateFileWriter file(std::move(target), saved.parameters, saved.runs);
+  auto next = saved.runs.begin();
+  for (std::size_t i = 0; i < saved.parts.size(); ++i) {
+    if (hooks.before_state_write) hooks.before_state_write(saved.parts[i].count * sizeof(float));
+    for (const std::uint64_t begin : saved.begins[i]) {
+      file.write((next++)->count, [&](std::byte* target, std::uint64_t first, std::uint64_t count) {
+        read(i, begin + first, count, target);
+      });
+    }
+  }
+  file.finish();
 }
 
 // Without its files and parameters.
