@@ -1,7 +1,5 @@
 #include "runtime/engine/state/background_save.h"
 
-#include <sys/resource.h>
-
 #include <exception>
 #include <new>
 #include <string>
@@ -21,9 +19,6 @@ constexpr std::chrono::milliseconds kLook{10};
 // How long a file of another rank may be unseen when it is there, as on a network file system. Longer: other
 // ranks reach their deadline before they learn that it was removed.
 constexpr std::chrono::milliseconds kUnseen{2'000};
-
-// The least claim to a processor that Linux knows.
-constexpr int kNiceness = 19;
 
 std::string unfinished(const std::string& file) {
   return "." + file;
@@ -100,8 +95,6 @@ void BackgroundSave::give_up() {
 }
 
 void BackgroundSave::run() {
-  // The training comes first. Where the system refuses, the thread is as the others.
-  static_cast<void>(::setpriority(PRIO_PROCESS, 0, kNiceness));  // 0 is the calling thread, on Linux.
   Status status = job_.copied();
   try {
     throw_if_error(status);

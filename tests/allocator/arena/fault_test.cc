@@ -40,7 +40,7 @@ struct HostMemory {
   std::size_t previous = 0;
 
   bool failed() const { return failing != 0 && count >= failing; }
-  // Of two equal ones in a row the second does not count: the arena tries for memory before a vector takes
+  // The second of two equal ones in a row does not count: the arena tries for memory before a vector takes
   // it.
   bool refuses(std::size_t bytes) {
     if (!counts || std::exchange(previous, bytes) == bytes) return false;

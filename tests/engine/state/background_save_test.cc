@@ -4,7 +4,9 @@
 #include "runtime/engine/state/background_save.h"
 
 #include <gtest/gtest.h>
+#include <sched.h>
 #include <signal.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -302,6 +304,30 @@ TEST_F(BackgroundSave, WhatAFailedSaveLeftIsRemovedWhenAllRanksKnow) {
   }
   EXPECT_FALSE(fs::exists(temporary));
   EXPECT_NO_THROW(internal::StateLock(directory, true));
+}
+
+// On a busy machine all ranks would wait for a thread with less.
+TEST_F(BackgroundSave, TheThreadHasThePriorityOfItsCaller) {
+  const internal::StateDirectory directory(directory_);
+  directory.make_subdirectory(internal::temporary_state("step-000000000001"));
+  int policy = -1;
+  int niceness = -1;
+  internal::BackgroundSaveJob job;
+  job.directory = directory_;
+  job.name = "step-000000000001";
+  job.rank = 1;
+  job.ranks = 2;
+  job.copied = [] { return Status(); };
+  job.write = [&](internal::StateFile) {
+    policy = ::sched_getscheduler(0);
+    niceness = ::getpriority(PRIO_PROCESS, 0);  // That of the thread, on Linux.
+  };
+  internal::BackgroundSave save(std::move(job));
+
+  ASSERT_TRUE(save.wait_for_file().ok());
+
+  EXPECT_EQ(policy, ::sched_getscheduler(0));
+  EXPECT_EQ(niceness, ::getpriority(PRIO_PROCESS, 0));
 }
 
 TEST_F(BackgroundSave, AFileThatIsRemovedBeforeTheStateHasItsNameIsAnError) {
