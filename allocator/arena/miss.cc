@@ -122,6 +122,7 @@ Result<DevicePtr> ChunkedArena::allocate_slowly(const Placement& placement, std:
     note(SnapshotAction::kOutOfMemory, limit_bytes_ - total_.reserved_bytes, placement.bytes, Stream());
   }
   lock.unlock();
+  if (growth.owns_lock()) growth.unlock();
   return out_of_memory("allocate", placement.bytes, placement.tag, placement, miss.device_full);
 }
 

@@ -143,8 +143,9 @@ Status ChunkedArena::keep_copy(Lock& lock, std::uint8_t index) {
   auto* copy = static_cast<std::byte*>(std::aligned_alloc(page_bytes, round_up(bytes, page_bytes)));
   Status status;
   if (copy == nullptr) {
-    status = Status(StatusCode::kOutOfMemory, "the host has no ", format_bytes(bytes),
-                    " for a copy; free host memory, or pause without keeping");
+    status = !has_text_room() ? no_books()
+                              : Status(StatusCode::kOutOfMemory, "the host has no ", format_bytes(bytes),
+                                       " for a copy; free host memory, or pause without keeping");
   } else {
     status = backend_.pin(copy, round_up(bytes, page_bytes));
   }
@@ -320,7 +321,7 @@ Status ChunkedArena::pause(Tag tag, bool keep) {
     drop_copy(index);
     region.use = PrivateRegion::Use::kPausable;
     lock.unlock();
-    return status.with_context("cannot pause tag " + std::to_string(tag));
+    return has_text_room() ? status.with_context("cannot pause tag " + std::to_string(tag)) : status;
   };
   recover_stranded(lock);
   drop_stale_mappings(lock);

@@ -89,6 +89,9 @@ std::string ChunkedArena::report() const {
   return text;
 }
 
+// So short that a string holds it without memory of its own.
+constexpr const char* kNoHostMemory = "no host memory";
+
 // Why no amount of freeing can serve so many bytes, and a way out. Empty if it can.
 std::string ChunkedArena::never_fits(std::size_t bytes) const {
   const Capabilities& device = backend_.capabilities();
@@ -110,6 +113,7 @@ std::string ChunkedArena::never_fits(std::size_t bytes) const {
 
 Status ChunkedArena::out_of_memory(const char* what, std::size_t bytes, Tag tag, const Placement& placement,
                                    const Status& cause) const {
+  if (!has_text_room()) return no_books();
   FreeMemory found;
   std::size_t live_bytes = 0;
   bool capturing = false;
@@ -153,6 +157,7 @@ Status ChunkedArena::out_of_memory(const char* what, std::size_t bytes, Tag tag,
 }
 
 Status ChunkedArena::over_tag_limit(const char* what, std::size_t bytes, Tag tag) const {
+  if (!has_text_room()) return no_books();
   TagState state;
   {
     Lock lock(mutex_);
@@ -207,6 +212,7 @@ Status ChunkedArena::no_such_tag(const char* what, Tag tag) const {
 }
 
 Status ChunkedArena::no_books() const {
+  if (!has_text_room()) return Status(StatusCode::kOutOfMemory, kNoHostMemory);
   return Status(StatusCode::kOutOfMemory,
                 "cannot keep the arena's books: the host has no memory left; free host memory");
 }

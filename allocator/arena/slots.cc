@@ -169,6 +169,7 @@ Result<DevicePtr> ChunkedArena::alias_create(Slot slot, std::size_t bytes) {
   } else {
     put_unmapped(target);
   }
+  if (!has_text_room()) return mapped.status;
   return mapped.status.with_context("cannot create an alias of " + format_bytes(alias_bytes));
 }
 
@@ -234,6 +235,7 @@ Status ChunkedArena::alias_move(DevicePtr alias, Slot slot) {
     (void)reserve_ranges(lock);
     strand_alias(range, mapped);
   }
+  if (!has_text_room()) return mapped.status;
   return mapped.status.with_context("cannot move the alias at " + describe(alias));
 }
 

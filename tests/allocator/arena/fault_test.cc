@@ -37,14 +37,19 @@ struct HostMemory {
   bool counts = false;
   int count = 0;
   int failing = 0;
+  bool all_later = false;  // So do those that follow it in the same call.
+  bool refusing = false;
   std::size_t previous = 0;
 
   bool failed() const { return failing != 0 && count >= failing; }
   // The second of two equal ones in a row does not count: the arena tries for memory before a vector takes
   // it.
   bool refuses(std::size_t bytes) {
-    if (!counts || std::exchange(previous, bytes) == bytes) return false;
-    return ++count == failing;
+    if (!counts) return false;
+    if (refusing) return true;
+    if (std::exchange(previous, bytes) == bytes || ++count != failing) return false;
+    refusing = all_later;
+    return true;
   }
 };
 thread_local HostMemory host_memory;
@@ -54,7 +59,10 @@ class CountAllocations {
   explicit CountAllocations(bool counts) : before_(std::exchange(host_memory.counts, counts)) {}
   CountAllocations(const CountAllocations&) = delete;
   CountAllocations& operator=(const CountAllocations&) = delete;
-  ~CountAllocations() { host_memory.counts = before_; }
+  ~CountAllocations() {
+    if (!before_) host_memory.refusing = false;
+    host_memory.counts = before_;
+  }
 
  private:
   bool before_;
@@ -576,11 +584,11 @@ TEST(ArenaFault, TheScenarioMakesEveryKindOfBackendCall) {
 
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)  // malloc is theirs.
 TEST(ArenaFault, AnAllocationWithoutHostMemoryLosesNothingAndTheNextRequestWorks) {
-  const auto fail_each = [](void (Scenario::*run)()) {
+  const auto fail_each = [](void (Scenario::*run)(), bool all_later) {
     int failing = 0;
     do {
       Scenario scenario(0, StatusCode::kOutOfMemory);
-      host_memory = {.failing = ++failing};
+      host_memory = {.failing = ++failing, .all_later = all_later};
       (scenario.*run)();
       ASSERT_FALSE(HasFailure()) << "when allocation " << failing << " of " << host_memory.count << " failed";
     } while (host_memory.failed());
@@ -589,8 +597,10 @@ TEST(ArenaFault, AnAllocationWithoutHostMemoryLosesNothingAndTheNextRequestWorks
     EXPECT_GT(failing, 20);
   };
 
-  fail_each(&Scenario::run);
-  fail_each(&Scenario::run_steps);
+  for (const bool all_later : {false, true}) {
+    fail_each(&Scenario::run, all_later);
+    fail_each(&Scenario::run_steps, all_later);
+  }
 }
 #endif
 
