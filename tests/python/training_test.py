@@ -281,6 +281,18 @@ class OneRank(unittest.TestCase):
             for p, value in zip(model.parameters(), expected):
                 self.assertTrue(torch.equal(p.detach(), value), (stage, dtype))
 
+    def test_a_call_of_another_thread_is_no_error_of_the_save(self):
+        model = forebay.shard(models.make(), save_async=True)
+        models.train(model, forebay.AdamW(model, lr=1e-2), steps=1)
+        engine = model._forebay.engine
+        with tempfile.TemporaryDirectory() as directory:
+            saving = forebay.save(model, directory, {"n": 0}, background=True)
+            error = forebay.InvalidArgument("forebay_save_end: engine is in another call, of another thread or of a function")
+            with mock.patch.object(engine, "save_end", side_effect=error), self.assertRaises(forebay.InvalidArgument):
+                saving.result()
+            saving.result()
+            self.assertEqual(forebay.restore(model, directory), {"n": 0})
+
     def test_a_save_in_the_background_that_fails_is_told_of_that_state_alone(self):
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)  # The interpreter ignores the signal of it.
         small = (4096, limits[1])

@@ -1249,6 +1249,8 @@ class Sharded:
         try:
             self.engine.save_end()
         except _library.Error as error:
+            if "is in another call" in str(error):  # Of another thread: this is no error of the save, which goes on.
+                raise
             outcome.error = error
         self.saving = None
         return outcome.error

@@ -405,7 +405,10 @@ class Saving:
         self._outcome = sharded.saving = SavingOutcome()
 
     def result(self) -> None:
-        """Waits until the state is whole. Collective, between passes. Errors: InputOutputError; it was not saved."""
+        """Waits until the state is whole. Collective, between passes, in the thread that trains.
+
+        Errors: InputOutputError; it was not saved.
+        """
         self._sharded.between_steps(keeps_gradients=True)
         if self._sharded.saving is self._outcome:
             self._sharded.end_saving()

@@ -28,6 +28,7 @@ using Json = nlohmann::ordered_json;
 
 constexpr std::string_view kSuffix = ".safetensors";
 constexpr const char* kIndexSuffix = ".index.json";
+constexpr const char* kMetadata = "__metadata__";
 // In the metadata of each file, near its beginning, so that a later export may overwrite the file.
 constexpr const char* kMarker = "exported_by";
 
@@ -99,6 +100,17 @@ std::vector<Shard> shards_of(const SavedStateFacts& facts, const StateExport& op
   return shards;
 }
 
+// Errors: throws kInvalidArgument for a parameter whose name safetensors has for its own use.
+void check_names(const Shard& shard) {
+  for (const SavedParameter* parameter : shard.tensors) {
+    if (parameter->name == kMetadata) {
+      throw Error(StatusCode::kInvalidArgument, "a parameter is called " + std::string(kMetadata) +
+                                                    ", which safetensors has for its own use; export a state "
+                                                    "with other names");
+    }
+  }
+}
+
 // "model-00001-of-00003.safetensors".
 std::string shard_path(const std::string& to, std::size_t index, std::size_t count) {
   if (count == 1) return to;
@@ -127,7 +139,7 @@ std::string dump(const Json& json, int indent) {
 }
 
 void write_header(NewFile& file, const Shard& shard, DataType type) {
-  Json header = {{"__metadata__", {{"format", "pt"}, {kMarker, "forebay"}}}};
+  Json header = {{kMetadata, {{"format", "pt"}, {kMarker, "forebay"}}}};
   std::uint64_t at = 0;
   for (const SavedParameter* parameter : shard.tensors) {
     const std::uint64_t end = at + parameter->count * element_bytes(type);
@@ -242,6 +254,7 @@ std::vector<std::string> export_state(SavedStateReader& state, const StateExport
                 "--to is " + options.to + "; name a file that ends in .safetensors, as in model.safetensors");
   }
   const std::vector<Shard> shards = shards_of(state.facts(), options);
+  for (const Shard& shard : shards) check_names(shard);
   // Where both are there, some programs read the one file, and others the index.
   const std::string other = shards.size() > 1 ? options.to : options.to + kIndexSuffix;
   if (struct stat facts{}; ::stat(other.c_str(), &facts) == 0) {

@@ -69,7 +69,7 @@ class StateCommand : public ::testing::Test {
   ~StateCommand() override { fs::remove_all(root_); }
 
   // Three ranks at stage 3 save steps 0, 1, ... of a small model; `keep` of them stay.
-  void save(int states = 1, int keep = 1, double ema = 0.0) {
+  void save(int states = 1, int keep = 1, double ema = 0.0, const std::string& last = "z.last") {
     run_ranks(3, {}, [&](Rank& rank) {
       EngineOptions options;
       options.stage = 3;
@@ -81,7 +81,7 @@ class StateCommand : public ::testing::Test {
       const std::vector<ParameterId> ids = {engine.add_parameter(first, "wte", 2100),
                                             engine.add_parameter(first, "bias", 7),
                                             engine.add_parameter(second, "frozen", 600, 0, /*frozen=*/true),
-                                            engine.add_parameter(second, "z.last", 1)};
+                                            engine.add_parameter(second, last, 1)};
       engine.declare_shape(ids[0], kLong);
       engine.declare_shape(ids[2], kMatrix);
       engine.commit();
@@ -296,6 +296,15 @@ TEST_F(StateCommand, ExportsTheWeightsAsSafetensors) {
     }
     EXPECT_EQ(narrow.header["wte"]["dtype"], type == std::string("bf16") ? "BF16" : "F16");
   }
+}
+
+TEST_F(StateCommand, RefusesAnExportOfAParameterThatIsCalledAsTheMetadata) {
+  save(1, 1, 0.0, "__metadata__");
+
+  EXPECT_EQ(command("export " + directory_ + " --to " + root_ + "/m.safetensors"), 2);
+
+  EXPECT_NE(err_.find("a parameter is called __metadata__"), std::string::npos) << err_;
+  EXPECT_TRUE(files().empty());
 }
 
 TEST_F(StateCommand, ExportsSeveralFilesWithAnIndex) {
