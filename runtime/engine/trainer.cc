@@ -1,5 +1,6 @@
 #include "forebay/trainer.h"
 
+#include <exception>
 #include <mutex>
 #include <string>
 #include <thread>
@@ -107,6 +108,23 @@ Trainer::~Trainer() {
   if (!status.ok()) log(LogLevel::kWarning, "closing a trainer: %s", status.message().c_str());
 }
 
+namespace {
+
+// The exception that is being handled.
+Status status_of_exception() {
+  try {
+    throw;
+  } catch (const Error& error) {
+    return error.status();
+  } catch (const std::exception& error) {
+    return Status(StatusCode::kInternal, error.what());
+  } catch (...) {
+    return Status(StatusCode::kInternal, "an exception that is no std::exception");
+  }
+}
+
+}  // namespace
+
 void Trainer::on_threads(int ranks, const TrainerOptions& options,
                          const std::function<void(Trainer&)>& train) {
   LocalOptions local;
@@ -121,12 +139,13 @@ void Trainer::on_threads(int ranks, const TrainerOptions& options,
       try {
         trainer = std::make_unique<Trainer>(*group, rank, options);
         train(*trainer);
-      } catch (const Error& error) {
+      } catch (...) {
+        const Status status = status_of_exception();
         {
           const std::lock_guard lock(mutex);
-          if (first.ok()) first = error.status().with_context("rank " + std::to_string(rank));
+          if (first.ok()) first = status.with_context("rank " + std::to_string(rank));
         }
-        if (trainer != nullptr) trainer->communicator().abort(error.status());
+        if (trainer != nullptr) trainer->communicator().abort(status);
       }
     });
   }

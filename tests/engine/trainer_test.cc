@@ -5,7 +5,9 @@
 #include <gtest/gtest.h>
 
 #include <chrono>
+#include <functional>
 #include <future>
+#include <stdexcept>
 #include <string>
 
 #include "forebay/error.h"
@@ -24,6 +26,24 @@ TEST(Trainers, OnThreadsTellTheFirstError) {
   } catch (const Error& error) {
     EXPECT_NE(std::string(error.what()).find("rank 1: no data"), std::string::npos) << error.what();
   }
+}
+
+TEST(Trainers, OnThreadsTellAnExceptionOfTheProgram) {
+  const auto text_of = [](const std::function<void()>& fail) -> std::string {
+    try {
+      Trainer::on_threads(3, {{{.stage = 3}}}, [&](Trainer& trainer) {
+        trainer.engine().add_parameter(trainer.engine().add_unit("u"), "p", 100);
+        if (trainer.rank() == 1) fail();
+        trainer.engine().commit();
+      });
+    } catch (const Error& error) {
+      return error.what();
+    }
+    return "no error";
+  };
+
+  EXPECT_NE(text_of([] { throw std::runtime_error("no data"); }).find("rank 1: no data"), std::string::npos);
+  EXPECT_NE(text_of([] { throw 1; }).find("rank 1: "), std::string::npos);
 }
 
 TEST(Trainers, OnThreadsWaitForEachOtherUntilTheDeadline) {

@@ -1,10 +1,13 @@
 #include "runtime/engine/step/reducer.h"
 
 #include <algorithm>
+#include <exception>
 #include <optional>
+#include <string>
 
 #include "forebay/all_reduce.h"
 #include "forebay/check.h"
+#include "forebay/error.h"
 #include "forebay/host_gradients.h"
 #include "runtime/engine/step/updater.h"
 
@@ -253,8 +256,15 @@ void Reducer::finish(int index) {
 void Reducer::offer(int index, void* gradient, Stream stream) const {
   if (!options_.on_reduced_gradient) return;
   const std::uint64_t slice = trainable_slice(index);
-  options_.on_reduced_gradient({index, gradient, unit(index).gradient_type,
-                                static_cast<std::uint64_t>(context_.shard()) * slice, slice, stream});
+  try {
+    options_.on_reduced_gradient({index, gradient, unit(index).gradient_type,
+                                  static_cast<std::uint64_t>(context_.shard()) * slice, slice, stream});
+  } catch (const Error&) {
+    throw;
+  } catch (const std::exception& error) {
+    throw Error(StatusCode::kInternal,
+                std::string("EngineOptions::on_reduced_gradient threw: ") + error.what());
+  }
 }
 
 // Adds this rank's slice of g to those of the other pipeline stages that have the unit. The sum is rounded to

@@ -139,7 +139,8 @@ struct EngineOptions : ShardingOptions {
   std::vector<std::pair<std::string, std::string>> agreement;
   // Called with this rank's slice of each unit's gradient: reduced over ranks, averaged over micro-steps,
   // still times the loss scale, and before its norm. It may read, scale or replace the slice. Every rank sets
-  // it or none does. The ranks that keep the same slice (ReducedGradient) must change it alike.
+  // it or none does. The ranks that keep the same slice (ReducedGradient) must change it alike. An exception
+  // from it fails the engine.
   std::function<void(const ReducedGradient&)> on_reduced_gradient;
   // Looks for elements that are not finite in each gradient when its backward lease ends;
   // StepResult::non_finite has the first one. The host waits for the stream and copies the gradient: for a

@@ -40,8 +40,8 @@ class Trainer {
   Trainer(const Trainer&) = delete;
   Trainer& operator=(const Trainer&) = delete;
 
-  // Calls `train` on one thread for each rank, and returns when all have ended. Where one throws an Error,
-  // the others fail too, and the first error is thrown.
+  // Calls `train` on one thread for each rank, and returns when all have ended. Where one throws, the others
+  // fail too, and the first exception is thrown: an Error, of kInternal if it was none.
   static void on_threads(int ranks, const TrainerOptions& options,
                          const std::function<void(Trainer&)>& train);
 
