@@ -262,8 +262,7 @@ void Reducer::offer(int index, void* gradient, Stream stream) const {
   } catch (const Error&) {
     throw;
   } catch (const std::exception& error) {
-    throw Error(StatusCode::kInternal,
-                std::string("EngineOptions::on_reduced_gradient threw: ") + error.what());
+    throw Error(StatusCode::kInternal, std::string("on_reduced_gradient threw: ") + error.what());
   }
 }
 
