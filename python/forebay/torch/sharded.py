@@ -1249,7 +1249,7 @@ class Sharded:
         try:
             self.engine.save_end()
         except _library.Error as error:
-            if "is in another call" in str(error):  # Of another thread: this is no error of the save, which goes on.
+            if "is in another call" in str(error):  # Another thread uses the engine; the save goes on.
                 raise
             outcome.error = error
         self.saving = None
