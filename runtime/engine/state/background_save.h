@@ -3,7 +3,7 @@
 // Each rank's thread writes the rank's file under a temporary name and renames it when it is on the drive.
 // Rank 0's thread waits for the files of all ranks and then publishes the state. So the threads communicate
 // by the directory alone. They have the priority of other threads: on a busy machine all ranks would wait
-// long for one with less, which takes some hundredths of the processors' time anyway.
+// long for one with less.
 #pragma once
 
 #include <chrono>

@@ -396,25 +396,16 @@ void Updater::update_run(const HostUpdate& update, const StepContext::Segment& s
 
 void Updater::copy(const std::vector<StateCopy>& copies) {
   std::vector<Snapshot::Part> live;
-  std::vector<const StateCopy*> leased;
+  bool any_leased = false;
   for (const StateCopy& one : copies) {
     if (one.bytes == 0) continue;
-    if (one.is_leased) {
-      leased.push_back(&one);
-    } else if (const std::byte* const source = live_source(one)) {
+    any_leased |= one.is_leased;
+    if (const std::byte* const source = live_source(one)) {
       live.push_back({one.target, source, one.bytes});
     } else if (one.device != nullptr) {
       device_stream_.copy(one.target, one.device + one.offset, one.bytes);
     }
   }
-  // The call waits for these, so it copies half of them itself where it can.
-  std::size_t first_here = leased.size();
-  if (!leased.empty() && backend_.capabilities().host_accessible) {
-    device_stream_.synchronize();
-    first_here = leased.size() / 2;
-  }
-  for (std::size_t i = 0; i < first_here; ++i)
-    device_stream_.copy(leased[i]->target, leased[i]->device + leased[i]->offset, leased[i]->bytes);
   if (!live.empty()) {
     snapshot_.begin(std::move(live));
     snapshot_stream().call<&Updater::open_snapshot>(*this);
@@ -425,13 +416,12 @@ void Updater::copy(const std::vector<StateCopy>& copies) {
     host_stream_.call<&HostCopies::run>(host_copies_);
     host_stream_.record(copied_on_host_);
   }
-  for (std::size_t i = first_here; i < leased.size(); ++i)
-    std::memcpy(leased[i]->target, leased[i]->device + leased[i]->offset, leased[i]->bytes);
-  if (!leased.empty()) must(backend_.event_synchronize(copied_on_device_));
+  if (any_leased) must(backend_.event_synchronize(copied_on_device_));
 }
 
 // Null: the host cannot read it, or not later.
 const std::byte* Updater::live_source(const StateCopy& copy) const {
+  if (copy.is_leased) return nullptr;
   if (copy.device != nullptr)
     return backend_.capabilities().host_accessible ? copy.device + copy.offset : nullptr;
   return copy.range.host != nullptr ? copy.range.host + copy.offset : nullptr;
