@@ -15,9 +15,9 @@
 #include <vector>
 
 #include "allocator/arena/range.h"
-#include "allocator/arena/vector_room.h"
 #include "forebay/backend.h"
 #include "forebay/check.h"
+#include "forebay/host_room.h"
 
 namespace forebay::internal {
 

@@ -89,9 +89,6 @@ std::string ChunkedArena::report() const {
   return text;
 }
 
-// So short that a string holds it without memory of its own.
-constexpr const char* kNoHostMemory = "no host memory";
-
 // Why no amount of freeing can serve so many bytes, and a way out. Empty if it can.
 std::string ChunkedArena::never_fits(std::size_t bytes) const {
   const Capabilities& device = backend_.capabilities();

@@ -12,6 +12,7 @@
 
 #include "allocator/preload/record.h"
 #include "forebay/backend.h"
+#include "forebay/host_room.h"
 
 namespace forebay {
 
@@ -40,7 +41,9 @@ class BlockBook {
  public:
   using Blocks = std::map<DevicePtr, BlockFacts>;
 
-  // Takes the place of a block at that address whose free was not seen.
+  // Whether the host has memory for what a call adds here and in the accounts.
+  static bool has_room() { return internal::has_host_memory(1024); }
+  // Takes the place of a block at that address whose free was not seen. Requires: has_room().
   void add(DevicePtr address, const BlockFacts& facts);
 
   // Removes the block that starts there. False when there is none.

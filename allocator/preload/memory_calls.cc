@@ -91,6 +91,7 @@ Result<DevicePtr> allocate_after_waiting(const ProcessArenas::Use& use, const Al
 template <typename Call>
 DriverResult allocate_here(const ProcessArenas::Use& use, DriverAddress* address, std::size_t bytes,
                            Stream stream, DriverStream named, const Call& call) {
+  if (!BlockBook::has_room()) return kDriverOutOfMemory;
   BlockBook& blocks = ProcessArenas::of_process().blocks();
   DevicePtr block = blocks.unpark(use.device(), bytes, stream);
   const bool is_pinned = block != nullptr;

@@ -59,7 +59,7 @@ void complain(const Status& status) {
 using namespace forebay;  // NOLINT: the functions below are its C interface.
 
 extern "C" void* forebay_torch_alloc(ssize_t bytes, int device, void* stream) {
-  if (bytes <= 0) return nullptr;
+  if (bytes <= 0 || !BlockBook::has_room()) return nullptr;
   if (is_preloaded()) trim_if_asked();
   Status why;
   const ProcessArenas::Use use = arena_of(device, &why);

@@ -8,10 +8,16 @@
 #include <iterator>
 #include <utility>
 
+#include "forebay/host_room.h"
 #include "runtime/device/address_text.h"
 
 namespace forebay {
 namespace {
+
+using internal::has_host_memory;
+using internal::has_text_room;
+using internal::kNoHostMemory;
+using internal::make_vector_room;
 
 // Puts `value` at a free index and returns that.
 template <typename T>
@@ -37,6 +43,12 @@ std::string AddressBook::message(const std::string& what, const std::string& fou
   return "cannot " + what + " on " + options_.name + ": " + found_and_try;
 }
 
+Status AddressBook::no_room() const {
+  return has_text_room() ? Status(StatusCode::kOutOfMemory,
+                                  message("keep books", "the host has no memory left; free host memory"))
+                         : Status(StatusCode::kOutOfMemory, kNoHostMemory);
+}
+
 Status AddressBook::refusal(const std::string& what, const std::string& found_and_try) const {
   return invalid(message(what, found_and_try));
 }
@@ -53,7 +65,7 @@ Status AddressBook::check_reserve(std::size_t bytes, std::size_t alignment) cons
     return refusal(what(), "an alignment of " + std::to_string(alignment) +
                                " is not a power of two; give one, or 0 for the granularity");
   }
-  return {};
+  return has_text_room() ? Status() : no_room();
 }
 
 // Behind the last range that was taken. After the last address, from the bottom again: the first gap that is
@@ -202,7 +214,7 @@ void AddressBook::set_granules(const Mapping& mapping, std::uint32_t value) {
   }
 }
 
-Result<AddressBook::ChunkFacts> AddressBook::check_map(DevicePtr address, Chunk chunk) const {
+Result<AddressBook::ChunkFacts> AddressBook::check_map(DevicePtr address, Chunk chunk) {
   const auto refuse = [&](const std::string& found_and_try) {
     return refusal("map a chunk at " + hex(numeric(address)), found_and_try);
   };
@@ -231,7 +243,11 @@ Result<AddressBook::ChunkFacts> AddressBook::check_map(DevicePtr address, Chunk 
                     " are mapped already; unmap them first");
     }
   }
-  return state->facts;
+  const std::size_t leaf_count = (bytes >> granularity_bits_) / Leaf::kCount + 2;
+  const bool has_room = make_vector_room(mappings_) &&
+                        make_vector_room(free_mappings_, mappings_.capacity()) &&
+                        has_host_memory(leaf_count * 2 * sizeof(Leaf)) && has_text_room();
+  return has_room ? Result<ChunkFacts>(state->facts) : no_room();
 }
 
 void AddressBook::add_mapping(DevicePtr address, Chunk chunk) {
@@ -373,6 +389,7 @@ Status AddressBook::add_pinned(void* address, std::size_t bytes) {
       bytes > SIZE_MAX - begin) {
     return refusal(what(), "not whole pages of " + format_bytes(page_bytes) + "; align the range to pages");
   }
+  if (!has_text_room()) return no_room();
   const std::lock_guard lock(mutex_);
   const auto after = pinned_.lower_bound(begin + bytes);
   if (after != pinned_.begin() && std::prev(after)->first + std::prev(after)->second > begin) {
@@ -397,6 +414,7 @@ Result<std::size_t> AddressBook::remove_pinned(void* address) {
 // --- the budget ---
 
 Status AddressBook::charge(std::size_t bytes, const char* verb) {
+  if (!has_text_room()) return no_room();
   const std::lock_guard lock(mutex_);
   const std::size_t free_bytes = options_.budget_bytes - charged_bytes_;
   if (bytes > free_bytes) {
@@ -414,6 +432,10 @@ Status AddressBook::charge_chunk(std::size_t bytes) {
   if (bytes == 0 || !is_multiple(bytes)) {
     return refusal("create a chunk of " + std::to_string(bytes) + " bytes",
                    "not a multiple of the granularity; round up to " + format_bytes(options_.granularity));
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    if (!make_vector_room(chunks_) || !make_vector_room(free_chunks_, chunks_.capacity())) return no_room();
   }
   return charge(bytes, "create a chunk of ");
 }

@@ -61,6 +61,9 @@ class AddressBook {
   AddressBook(const AddressBook&) = delete;
   AddressBook& operator=(const AddressBook&) = delete;
 
+  // check_reserve, check_map, charge_* and add_pinned make room for the entries that follow them, so that no
+  // list grows where the host has no memory. Errors: kOutOfMemory.
+
   // --- reservations ---
   Status check_reserve(std::size_t bytes, std::size_t alignment) const;
   // A free range among the own addresses; null when there is none. `alignment` is a power of two.
@@ -80,7 +83,7 @@ class AddressBook {
   void remove_chunk(Chunk chunk, std::vector<ChunkFacts>* ended = nullptr);
 
   // --- mappings ---
-  Result<ChunkFacts> check_map(DevicePtr address, Chunk chunk) const;
+  Result<ChunkFacts> check_map(DevicePtr address, Chunk chunk);
   void add_mapping(DevicePtr address, Chunk chunk);
   // For unmap and set_access: the range consists of whole mappings of one reservation, without a hole. `verb`
   // begins the message.
@@ -172,6 +175,7 @@ class AddressBook {
   bool is_multiple(std::size_t bytes) const noexcept { return (bytes & (options_.granularity - 1)) == 0; }
   // "cannot WHAT on NAME: FOUND_AND_TRY".
   std::string message(const std::string& what, const std::string& found_and_try) const;
+  Status no_room() const;
   Status refusal(const std::string& what, const std::string& found_and_try) const;
 
   const Options options_;

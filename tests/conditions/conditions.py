@@ -8,6 +8,8 @@
   fsync         each fsync of a saving run fails once with ENOSPC: the run says so, and a run that resumes ends with the same weights
   full          a disk too small for the second state, and a quota (ext4 in a file)
   slow          a FUSE file system that takes 5 ms a call; exFAT (exfat-fuse): saved states and offloaded states
+  vfat          a vfat disk, under a kernel that has vfat (user-mode-linux, from its Debian package): saved states, and 1,000 kills while
+                a process saves, if --state-test names engine_state_test
   network       a cable that flips bits in every hundredth packet
   connections   100,000 connections to the rendezvous store in turn, a few with garbage or with bytes of an earlier run
   setuid        `forebay run` with a set-user-ID program
@@ -52,6 +54,7 @@ class Conditions:
         self.environment = {name: os.environ[name] for name in ("PATH", "HOME", "TERM", "LANG", "TMPDIR") if name in os.environ}
         self.seed = options.seed
         self.count = options.connections
+        self.state_test = pathlib.Path(options.state_test).resolve() if options.state_test else None
         self.digests = {}
         self.devices = []
 
@@ -256,6 +259,34 @@ class Conditions:
             raise Skip("; ".join(skipped))
         return "; ".join(result + [f"skipped {text}" for text in skipped])
 
+    def vfat(self):
+        for program in ("linux.uml", "mkfs.vfat", "insmod"):
+            if not shutil.which(program):
+                raise Skip(f"{program} is not installed")
+        modules = sorted(path for path in pathlib.Path("/usr/lib/uml/modules").glob("*/kernel/fs/**/*.ko")
+                         if path.name in ("fat.ko", "vfat.ko", "nls_cp437.ko", "nls_iso8859-1.ko", "nls_ascii.ko"))
+        image, script, log = (self.directory / name for name in ("vfat", "vfat.sh", "vfat.log"))
+        with open(image, "wb") as file:
+            file.truncate(64 << 20)
+        subprocess.run(["mkfs.vfat", image], check=True, stdout=subprocess.DEVNULL)
+        program = " ".join([str(self.program), *MODEL, "--ranks 2 --communicator shm --save-state /mnt/vfat/state --save-every 2"])
+        lines = ["mount -t proc proc /proc", "mount -t tmpfs tmpfs /dev/shm", *(f"insmod {path}" for path in modules), "ip link set lo up",
+                 "mount -t tmpfs tmpfs /mnt && mkdir /mnt/vfat && mount -t vfat /dev/ubda /mnt/vfat || exit", "cd /mnt",
+                 f"{program} --steps 4 && {program} --steps 6 --resume", "echo trained $?"]
+        if self.state_test:
+            lines += [f"TMPDIR=/mnt/vfat {self.state_test} --gtest_filter='*.SurvivesAThousandKills'", "echo killed $?"]
+        script.write_text("\n".join(["#!/bin/sh", f"exec >{log} 2>&1", f"export PATH={os.environ['PATH']}:/usr/sbin:/sbin HOME=/root",
+                                     "trap 'sync; poweroff -f' EXIT", *lines]) + "\n")
+        script.chmod(0o755)
+        kernel = subprocess.run(["linux.uml", f"ubd0={image}", "mem=2G", "rootfstype=hostfs", "rootflags=/", "rw", f"init={script}",
+                                 "con=null", "con0=null,fd:1"], check=False, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                                stderr=subprocess.STDOUT, text=True, timeout=3600)
+        output = log.read_text() if log.exists() else kernel.stdout
+        if "trained 0" not in output or (self.state_test and "killed 0" not in output):
+            raise RuntimeError(output.strip()[-1500:])
+        self.check(output[output.rindex("digest"):], 6)
+        return "saved, resumed" + ("; 1,000 kills left a whole state" if self.state_test else "")
+
     def network(self):
         for program in ("ip", "unshare", "nsenter"):
             if not shutil.which(program):
@@ -435,13 +466,14 @@ class Conditions:
         return f"{len(runs) + 1} runs, {len(tried)} places tried by the loader, all of them absolute"
 
 
-NAMES = ["clock", "fsync", "full", "slow", "network", "connections", "setuid", "libraries"]
+NAMES = ["clock", "fsync", "full", "slow", "vfat", "network", "connections", "setuid", "libraries"]
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--program", required=True)
     parser.add_argument("--command", required=True)
+    parser.add_argument("--state-test", help="tests/engine_state_test of the build tree")
     parser.add_argument("--only", action="append", choices=NAMES)
     parser.add_argument("--connections", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 31))

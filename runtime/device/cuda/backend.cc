@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "forebay/cuda_backend.h"
+#include "forebay/host_room.h"
 #include "forebay/log.h"
 #include "forebay/units.h"
 #include "runtime/device/address_book.h"
@@ -669,6 +670,7 @@ class CudaBackendImpl final : public CudaBackend {
   Status check(CuResult result, const char* call, const What& what) const {
     if (result == CuResult::kSuccess) [[likely]]
       return {};
+    if (!internal::has_text_room()) return {StatusCode::kOutOfMemory, internal::kNoHostMemory};
     return cuda_failure(driver_, result, call, what() + " on " + capabilities_.name);
   }
   template <typename What>

@@ -110,6 +110,22 @@ Status check_whole(const ModelShape& model, Optimizer optimizer) {
   return {};
 }
 
+// Parameters that Adafactor's saved factors would have the name of.
+Status check_factor_names(const ModelShape& model) {
+  std::set<std::string> names;
+  for (const UnitShape& unit : model.units) {
+    for (const ParameterShape& parameter : unit.parameters) names.insert(parameter.name);
+  }
+  for (const std::string& name : names) {
+    if (!names.contains(name + kFactorsName)) continue;
+    return refuse("parameter " + name + kFactorsName +
+                  " has the name under which a saved state keeps Adafactor's "
+                  "factors of parameter " +
+                  name + "; give it another one, or use another optimizer");
+  }
+  return {};
+}
+
 // The most elements of a slice that have a v of their own.
 std::uint64_t most_own_v(const UnitShape& unit, const UnitLayout& layout, const PlanOptions& options,
                          std::uint64_t slice) {
@@ -564,6 +580,7 @@ Result<Plan> make_plan(const ModelShape& model, const PlanOptions& options) {
   FOREBAY_RETURN_IF_ERROR(check_options(options));
   FOREBAY_RETURN_IF_ERROR(check_model(model));
   if (!is_elementwise(options.optimizer)) FOREBAY_RETURN_IF_ERROR(check_whole(model, options.optimizer));
+  if (options.optimizer == Optimizer::kAdafactor) FOREBAY_RETURN_IF_ERROR(check_factor_names(model));
 
   Plan plan;
   plan.options = options;

@@ -144,6 +144,9 @@ inline bool has_own_v(const ShardingOptions& options, const ParameterShape& para
   return options.optimizer == Optimizer::kMuon && !parameter.frozen && !is_muon_matrix(parameter);
 }
 
+// Adafactor: a saved state has the factors of parameter NAME under "NAME/factors".
+inline constexpr const char* kFactorsName = "/factors";
+
 inline FactoredShape factored_shape_of(const ParameterShape& parameter) {
   const bool has_split = parameter.split && parameter.split->parts == 1;
   const std::vector<std::uint64_t>& shape = has_split ? parameter.split->shape : parameter.shape;

@@ -6,6 +6,7 @@
 #include "forebay/error.h"
 #include "forebay/saved_state.h"
 #include "forebay/text.h"
+#include "runtime/engine/plan/step_control.h"
 #include "runtime/engine/state/saved_state.h"
 
 namespace forebay {
@@ -127,7 +128,7 @@ struct SavedStateReader::Impl {
   SavedParameter& add(const std::string& name) {
     const std::uint64_t count = state.tensors().at(name).places.count();
     const bool has_m = state.has(name, field_name(SavedField::kM));
-    const bool has_factors = state.tensors().contains(name + internal::kFactorsName);
+    const bool has_factors = state.tensors().contains(name + kFactorsName);
     return facts.parameters.emplace_back(
         SavedParameter{.name = name,
                        .count = count,

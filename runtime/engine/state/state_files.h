@@ -43,8 +43,7 @@
 namespace forebay::internal {
 
 inline constexpr const char* kStateFields[] = {"master", "m", "v", "average"};
-// Adafactor: the factors of parameter NAME are field v of "NAME/factors".
-inline constexpr const char* kFactorsName = "/factors";
+// Adafactor: the factors of a parameter are field v of NAME and kFactorsName.
 inline constexpr int kFieldOfFactors = 2;
 inline constexpr const char* kManifest = "manifest.json";
 

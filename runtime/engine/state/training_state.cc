@@ -486,9 +486,8 @@ Engine::Impl::SavedFile Engine::Impl::saved_file(bool saves_grid) const {
     first_factors_of_unit.push_back(parameters.size());
     for (const Factored& p : u.factored) {
       const std::size_t at = first_of_unit[first_factors_of_unit.size() - 1] + p.parameter;
-      parameters.push_back({.name = parameters[at].name + internal::kFactorsName,
-                            .count = p.shape.factor_count(),
-                            .factors = true});
+      parameters.push_back(
+          {.name = parameters[at].name + kFactorsName, .count = p.shape.factor_count(), .factors = true});
     }
   }
   const std::vector<SavedPart> saved = saved_parts();
@@ -699,7 +698,7 @@ void Engine::Impl::load_factors(SavedState& saved, int index) {
   std::vector<float> host(plan.factor_counts[static_cast<std::size_t>(index)]);
   for (const Factored& p : u.factored) {
     const std::string& parameter = shape(index).parameters[p.parameter].name;
-    const std::string name = parameter + internal::kFactorsName;
+    const std::string name = parameter + kFactorsName;
     const auto found = saved.tensors().find(name);
     if (found == saved.tensors().end()) continue;
     const std::uint64_t there = found->second.places.count(), here = p.shape.factor_count();

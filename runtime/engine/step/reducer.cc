@@ -263,6 +263,8 @@ void Reducer::offer(int index, void* gradient, Stream stream) const {
     throw;
   } catch (const std::exception& error) {
     throw Error(StatusCode::kInternal, std::string("on_reduced_gradient threw: ") + error.what());
+  } catch (...) {
+    throw Error(StatusCode::kInternal, "on_reduced_gradient threw what is no std::exception");
   }
 }
 

@@ -43,6 +43,15 @@ TEST(PreloadMemory, UnusedMemoryOfTheArenaCountsAsFree) {
   run.expect_no_hazard();
 }
 
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)  // They need addresses without end.
+TEST(PreloadMemory, AHostWithoutMemoryIsAnErrorAndNoEnd) {
+  PreloadRun run(matter("host-memory"));
+
+  EXPECT_EQ(run.finished.output, "2 2 2\n");
+  EXPECT_EQ(run.finished.exit_code, 0);
+}
+#endif
+
 TEST(PreloadMemory, ALimitMakesTheDeviceLookSmaller) {
   const PreloadRun run(matter("info"), "arena", {{"FOREBAY_MEMORY", "32MiB"}});
   const PreloadRun observed(matter("info"), "observe", {{"FOREBAY_MEMORY", "32MiB"}});

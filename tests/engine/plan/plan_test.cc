@@ -676,6 +676,15 @@ TEST(Plan, LimitsAreExact) {
        "parameter layer0.bias is in parameter group -1; use a group from 0 to 4095"},
       {"a name twice", [](auto& m, auto&) { m.units[1].parameters[1].name = "words"; },
        "two parameters are named words; saved state finds parameters by name, so give each its own"},
+      {"a name of AdamW that would be a factor's",
+       [](auto& m, auto&) { m.units[1].parameters[1].name = "words/factors"; }, ""},
+      {"the name of a factor",
+       [](auto& m, auto& o) {
+         m.units[1].parameters[1].name = "words/factors";
+         o.optimizer = Optimizer::kAdafactor;
+       },
+       "parameter words/factors has the name under which a saved state keeps Adafactor's factors of "
+       "parameter words; give it another one, or use another optimizer"},
       {"as many elements as there may be",
        [](auto& m, auto&) {
          m = {.units = {{.name = "u",

@@ -102,19 +102,25 @@ TEST(ReducedGradients, MayBeScaledBeforeTheirNorm) {
 
 TEST(ReducedGradients, AnExceptionFailsTheEngineAndEndsNoProcess) {
   for (const int stage : {0, 2, 3}) {
-    ToyOptions options = options_for(stage, DataType::kFloat32, 1);
-    options.engine.on_reduced_gradient = [](const ReducedGradient&) { throw std::runtime_error("my text"); };
-    run_ranks(1, {}, [&](Rank& rank) {
-      ToyTrainer trainer(options, rank);
-      trainer.initialize();
-      try {
-        trainer.step(0);
-        ADD_FAILURE() << "no error at stage " << stage;
-      } catch (const Error& error) {
-        EXPECT_NE(std::string(error.what()).find("on_reduced_gradient threw: my text"), std::string::npos)
-            << error.what();
-      }
-    });
+    for (const bool is_standard : {true, false}) {
+      ToyOptions options = options_for(stage, DataType::kFloat32, 1);
+      options.engine.on_reduced_gradient = [=](const ReducedGradient&) {
+        if (!is_standard) throw 1;
+        throw std::runtime_error("my text");
+      };
+      const std::string text = is_standard ? "on_reduced_gradient threw: my text"
+                                           : "on_reduced_gradient threw what is no std::exception";
+      run_ranks(1, {}, [&](Rank& rank) {
+        ToyTrainer trainer(options, rank);
+        trainer.initialize();
+        try {
+          trainer.step(0);
+          ADD_FAILURE() << "no error at stage " << stage;
+        } catch (const Error& error) {
+          EXPECT_NE(std::string(error.what()).find(text), std::string::npos) << error.what();
+        }
+      });
+    }
   }
 }
 

@@ -1,6 +1,7 @@
 // Properties of allocation that programs rely on, one at a time. Prints the results; a test compares them
 // with and without the preload, or with the expected ones.
 //   memory_program MATTER
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -11,6 +12,7 @@
 #include <mutex>
 #include <set>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "tests/allocator/preload/driver_access.h"
@@ -60,6 +62,35 @@ bool is_idle(CuStream stream) {
 
 unsigned number(CuResult result) {
   return static_cast<unsigned>(result);
+}
+
+// The host has no memory at all: that is no memory of the device either, and afterwards everything goes on.
+int host_memory() {
+  CuDevicePtr block = 0;
+  // Mapped once: the fake's device memory is the host's.
+  CHECK_CU(driver.cuMemAlloc_v2(&block, 48 * kMiB));
+  CHECK_CU(driver.cuMemFree_v2(block));
+  std::size_t pages = 0;
+  std::FILE* const file = std::fopen("/proc/self/statm", "r");
+  CHECK(file != nullptr && std::fscanf(file, "%zu", &pages) == 1);
+  std::fclose(file);
+  const rlimit none{.rlim_cur = pages * 4096 + kMiB, .rlim_max = RLIM_INFINITY};
+  CHECK(::setrlimit(RLIMIT_AS, &none) == 0);
+  void* taken = nullptr;  // A list: each has the address of the one before.
+  for (std::size_t bytes = kMiB; bytes >= 16; bytes /= 2) {
+    while (void* const more = std::malloc(bytes)) {
+      *static_cast<void**>(more) = taken;
+      taken = more;
+    }
+  }
+  CuResult results[3];
+  const std::size_t sizes[] = {512, 2 * kMiB, 60 * kMiB};
+  for (int i = 0; i < 3; ++i) results[i] = driver.cuMemAlloc_v2(&block, sizes[i]);
+  while (taken != nullptr) std::free(std::exchange(taken, *static_cast<void**>(taken)));
+  std::printf("%u %u %u\n", number(results[0]), number(results[1]), number(results[2]));
+  CHECK_CU(driver.cuMemAlloc_v2(&block, 40 * kMiB));
+  CHECK_CU(driver.cuMemFree_v2(block));
+  return 0;
 }
 
 // Programs rely on a plain free waiting for all work; a free of stream-ordered memory does not wait.
@@ -953,7 +984,8 @@ int run(const std::string& matter) {
                                                                {"captures", captures},
                                                                {"make-way", make_way},
                                                                {"ended-streams", ended_streams},
-                                                               {"pinned-together", pinned_together}};
+                                                               {"pinned-together", pinned_together},
+                                                               {"host-memory", host_memory}};
   if (!query_driver("libcuda.so.1", kProcAddressDefault, &driver) ||
       !query_driver("libcuda.so.1", kProcAddressPerThreadStream, &per_thread)) {
     return 2;
