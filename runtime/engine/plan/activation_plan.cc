@@ -16,6 +16,8 @@ namespace {
 constexpr std::uint64_t kSliceAlignment = 16;
 // Larger: sums could overflow 64 bits. No activation is that large.
 constexpr std::uint64_t kSlotBytesMax = std::uint64_t{1} << 50;
+// Of the record beside an activation, which is in host memory.
+constexpr std::size_t kStateBytesMax = std::size_t{1} << 30;
 constexpr int kMicroBatchLimit = 4096;
 constexpr int kBufferLimit = 64;
 
@@ -54,6 +56,11 @@ Status check_slot(const ActivationSlot& slot) {
   if (slot.bytes == 0 || slot.bytes > kSlotBytesMax) {
     return {StatusCode::kInvalidArgument, name_of(slot) + " has " + std::to_string(slot.bytes) +
                                               " bytes; use 1 to " + std::to_string(kSlotBytesMax)};
+  }
+  if (slot.state_bytes > kStateBytesMax) {
+    return {StatusCode::kInvalidArgument, name_of(slot) + " has a state of up to " +
+                                              std::to_string(slot.state_bytes) + " bytes; use at most " +
+                                              std::to_string(kStateBytesMax)};
   }
   if (!(slot.spill_fraction >= 0.0 && slot.spill_fraction <= 1.0)) {
     return {StatusCode::kInvalidArgument,

@@ -249,6 +249,9 @@ TEST(ActivationPlan, LimitsAreExact) {
   EXPECT_EQ(message({.bytes = std::uint64_t{1} << 50}, {}), "");
   EXPECT_EQ(message({.bytes = (std::uint64_t{1} << 50) + 1}, {}),
             "slot 0 of unit 0 has 1125899906842625 bytes; use 1 to 1125899906842624");
+  EXPECT_EQ(message({.bytes = 1, .state_bytes = std::size_t{1} << 30}, {}), "");
+  EXPECT_EQ(message({.bytes = 1, .state_bytes = (std::size_t{1} << 30) + 1}, {}),
+            "slot 0 of unit 0 has a state of up to 1073741825 bytes; use at most 1073741824");
   for (const double fraction : {-0.01, 1.01, std::numeric_limits<double>::quiet_NaN()}) {
     EXPECT_EQ(message({.bytes = 1, .spill_fraction = fraction}, {}),
               "slot 0 of unit 0 has spill_fraction " + std::to_string(fraction) + "; use 0 to 1");
