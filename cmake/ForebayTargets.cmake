@@ -145,15 +145,17 @@ function(forebay_suite name)
   forebay_test_options(${name} "${ARG_BUSY}")
 endfunction()
 
-# forebay_test(name [BUSY] SOURCES a.cc ... [ALONE b.cc ...] [LABELS unit ...] [TIMEOUT seconds] [SLOW_TIMEOUT seconds] [LINK extra ...])
+# forebay_test(name [BUSY] SOURCES a.cc ... [ALONE b.cc ...] [LABELS unit ...] [LONG name ...] [TIMEOUT seconds] [SLOW_TIMEOUT seconds]
+#   [LINK extra ...])
 # One GoogleTest program, one ctest entry per test case. Private headers are reached from the source root. With FOREBAY_UNITY the
 # SOURCES are compiled as one, because each test source spends most of its time on the templates that its neighbours use too: about
 # eight to a program, and none of them uses a local name of another. Sources that must be compiled by themselves are ALONE. BUSY:
 # the tests compute for so long that -O1 saves more time than it costs. With
 # SLOW_TIMEOUT the suites whose name begins with Slow have the label slow, and that time (tests/support/slow.h). A limit is at least
-# ten times as long as the slowest test takes on an idle machine.
+# ten times as long as the slowest test takes on an idle machine. LONG: regular expressions of the tests that have the label long too,
+# which './dev test' leaves out and CI runs: the further settings of a test whose first ones stay, and what takes more than some seconds.
 function(forebay_test name)
-  cmake_parse_arguments(ARG "BUSY" "TIMEOUT;SLOW_TIMEOUT" "SOURCES;ALONE;LABELS;LINK" ${ARGN})
+  cmake_parse_arguments(ARG "BUSY" "TIMEOUT;SLOW_TIMEOUT" "SOURCES;ALONE;LABELS;LONG;LINK" ${ARGN})
   if(NOT ARG_LABELS)
     set(ARG_LABELS unit)
   endif()
@@ -197,10 +199,15 @@ function(forebay_test name)
   endif()
   gtest_discover_tests(${name} ${ordinary} DISCOVERY_TIMEOUT 60 NO_PRETTY_VALUES
     PROPERTIES LABELS ${label} TIMEOUT ${ARG_TIMEOUT} COST ${cost} ENVIRONMENT "${FOREBAY_TEST_ENVIRONMENT}")
-  if(NOT ARG_LABELS STREQUAL label)
+  if(ARG_LONG OR NOT ARG_LABELS STREQUAL label)
+    list(JOIN ARG_LONG "|" long)
     set(script "${CMAKE_CURRENT_BINARY_DIR}/${name}_labels.cmake")
     file(WRITE "${script}" "foreach(test IN LISTS ${name}_TESTS)
-  set_tests_properties(\"\${test}\" PROPERTIES LABELS \"${ARG_LABELS}\")
+  set(labels \"${ARG_LABELS}\")
+  if(NOT \"${long}\" STREQUAL \"\" AND test MATCHES \"${long}\")
+    list(APPEND labels long)
+  endif()
+  set_tests_properties(\"\${test}\" PROPERTIES LABELS \"\${labels}\")
 endforeach()
 ")
     set_property(DIRECTORY APPEND PROPERTY TEST_INCLUDE_FILES "${script}")

@@ -16,7 +16,7 @@ namespace {
 constexpr std::uint64_t kSliceAlignment = 16;
 // Larger: sums could overflow 64 bits. No activation is that large.
 constexpr std::uint64_t kSlotBytesMax = std::uint64_t{1} << 50;
-// Of the record beside an activation, which is in host memory.
+// The record beside an activation is in host memory.
 constexpr std::size_t kStateBytesMax = std::size_t{1} << 30;
 constexpr int kMicroBatchLimit = 4096;
 constexpr int kBufferLimit = 64;
