@@ -20,6 +20,7 @@
 
 #include "forebay/check.h"
 #include "forebay/descriptor.h"
+#include "forebay/host_room.h"
 #include "forebay/log.h"
 #include "forebay/units.h"
 
@@ -296,6 +297,7 @@ class SlabPinnedPool final : public PinnedPool {
   std::size_t trim_slabs();
 
   Status too_large(std::size_t bytes) const;
+  bool make_event_room();
   std::string memory_line() const;
 
   // Constant after construction.
@@ -473,6 +475,7 @@ Result<std::byte*> SlabPinnedPool::allocate(std::size_t bytes) {
   const Lock growth_lock(growth_mutex_);
   // Meanwhile another thread may have taken memory or freed a block.
   if (std::byte* block = take_free(page_count, bytes)) return block;
+  if (!internal::has_text_room()) return Status(StatusCode::kOutOfMemory, internal::kNoHostMemory);
   const std::size_t needed_bytes = page_count * page_bytes_;
   const std::size_t slab_bytes = slab_bytes_for(needed_bytes);
   replace_unused(slab_bytes, needed_bytes);
@@ -491,6 +494,14 @@ Result<std::byte*> SlabPinnedPool::allocate(std::size_t bytes) {
   Range* first = slab.value()->pages;
   add_slab(std::move(slab).value());
   return take(first, page_count, bytes);
+}
+
+// Room for the event of one more block. Without it the block's stream is waited for.
+bool SlabPinnedPool::make_event_room() {
+  const Lock lock(mutex_);
+  if (!internal::make_vector_room(spare_events_, event_count_ + 1)) return false;
+  ++event_count_;
+  return true;
 }
 
 Status SlabPinnedPool::free(void* block, Stream stream) {
@@ -520,12 +531,8 @@ Status SlabPinnedPool::free(void* block, Stream stream) {
       spare_events_.pop_back();
     }
   }
-  if (event == Event()) {
-    if (Result<Event> made = backend_.event_create(); made.ok()) {
-      event = made.value();
-      const Lock lock(mutex_);
-      spare_events_.reserve(++event_count_);
-    }
+  if (event == Event() && make_event_room()) {
+    if (Result<Event> made = backend_.event_create(); made.ok()) event = made.value();
   }
 
   const bool recorded = event != Event() && backend_.event_record(event, stream).ok();
@@ -634,6 +641,10 @@ Result<std::unique_ptr<Slab>> SlabPinnedPool::make_slab(std::size_t bytes) {
                     " would exceed the limit of ", format_bytes(options_.limit_bytes), "; ", memory_line(),
                     "; free blocks, synchronize the streams they were freed on, or raise limit_bytes");
     }
+  }
+  {
+    const Lock lock(mutex_);
+    if (!internal::make_vector_room(slabs_)) return Status(StatusCode::kOutOfMemory, internal::kNoHostMemory);
   }
   auto slab = std::make_unique<Slab>();
   slab->bytes = bytes;

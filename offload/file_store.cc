@@ -11,6 +11,7 @@
 #include <cstring>
 #include <deque>
 #include <mutex>
+#include <system_error>
 #include <utility>
 
 #define XXH_STATIC_LINKING_ONLY
@@ -690,7 +691,12 @@ Result<std::unique_ptr<IoEngine>> choose_engine(const FileStoreOptions& options,
     if (engine.ok() || options.engine == FileEngine::kIoUring) return engine;
     internal::say_once(engine.status().message());
   }
-  return internal::make_thread_engine(files, options.depth, options.thread_count);
+  try {
+    return internal::make_thread_engine(files, options.depth, options.thread_count);
+  } catch (const std::system_error& error) {
+    return Status(StatusCode::kUnavailable, "cannot start the threads of a file store: ", error.what(),
+                  "; raise ulimit -u (processes) or -v (addresses)");
+  }
 }
 
 }  // namespace

@@ -5,10 +5,10 @@
 #include <algorithm>
 #include <cerrno>
 #include <condition_variable>
-#include <deque>
 #include <mutex>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "forebay/units.h"
 #include "offload/io_engine.h"
@@ -20,21 +20,20 @@ class ThreadEngine final : public IoEngine {
  public:
   ThreadEngine(std::vector<int> files, unsigned depth, unsigned thread_count) : files_(std::move(files)) {
     results_.reserve(depth);
+    requests_.reserve(depth);
     threads_.reserve(thread_count);
-    for (unsigned i = 0; i < thread_count; ++i) {
-      threads_.emplace_back([this] { work(); });
-      ::pthread_setname_np(threads_.back().native_handle(), "forebay-file");
+    try {
+      for (unsigned i = 0; i < thread_count; ++i) {
+        threads_.emplace_back([this] { work(); });
+        ::pthread_setname_np(threads_.back().native_handle(), "forebay-file");
+      }
+    } catch (...) {
+      end();
+      throw;
     }
   }
 
-  ~ThreadEngine() override {
-    {
-      const std::lock_guard lock(mutex_);
-      ending_ = true;
-    }
-    asked_.notify_all();
-    for (std::thread& thread : threads_) thread.join();
-  }
+  ~ThreadEngine() override { end(); }
 
   int submit(const IoRequest& request) override {
     {
@@ -59,13 +58,22 @@ class ThreadEngine final : public IoEngine {
   std::string description() const override { return format_count(threads_.size(), "thread"); }
 
  private:
+  void end() {
+    {
+      const std::lock_guard lock(mutex_);
+      ending_ = true;
+    }
+    asked_.notify_all();
+    for (std::thread& thread : threads_) thread.join();
+  }
+
   void work() {
     std::unique_lock lock(mutex_);
     while (true) {
       asked_.wait(lock, [this] { return ending_ || !requests_.empty(); });
       if (requests_.empty()) return;
       const IoRequest request = requests_.front();
-      requests_.pop_front();
+      requests_.erase(requests_.begin());
       lock.unlock();
       const int file = files_[request.file];
       const auto offset = static_cast<off_t>(request.offset);
@@ -83,8 +91,8 @@ class ThreadEngine final : public IoEngine {
   std::mutex mutex_;
   std::condition_variable asked_;
   std::condition_variable done_;
-  // Guarded by mutex_. Neither holds more than the store's depth.
-  std::deque<IoRequest> requests_;
+  // Guarded by mutex_. Neither holds more than the store's depth, for which both have memory.
+  std::vector<IoRequest> requests_;
   std::vector<IoResult> results_;
   bool ending_ = false;
 };

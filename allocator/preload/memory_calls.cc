@@ -31,6 +31,7 @@ DriverResult allocate_elsewhere(PreloadServer server, std::size_t bytes, DriverA
 struct WaitingFree {
   DevicePtr address;
   BlockFacts facts;
+  std::uint64_t generation;  // The arena it is of: a later one may have another block there.
 };
 
 SharedList<WaitingFree>& waiting_frees() {
@@ -50,16 +51,15 @@ void give_back_idle(const ProcessArenas::Use& use, DevicePtr address, const Bloc
 
 void finish_waiting_frees() {
   if (waiting_frees().size() == 0 || any_capture()) return;
-  int device = -1;
-  ProcessArenas::Use use;
-  for (const WaitingFree& free : waiting_frees().take([](const WaitingFree&) { return true; })) {
-    if (free.facts.device != device) {
-      device = free.facts.device;
-      use = ProcessArenas::Use();
-      use = ProcessArenas::of_process().find(device);
-      if (use) (void)wait_for_device(use);
+  for (int device = 0; device < kPreloadDeviceLimit; ++device) {
+    const ProcessArenas::Use use = ProcessArenas::of_process().find(device);
+    if (!use) continue;
+    const auto frees =
+        waiting_frees().take([=](const WaitingFree& free) { return free.facts.device == device; });
+    if (!frees.empty()) (void)wait_for_device(use);
+    for (const WaitingFree& free : frees) {
+      if (free.generation == use.generation()) give_back_idle(use, free.address, free.facts);
     }
-    if (use) give_back_idle(use, free.address, free.facts);
   }
 }
 
@@ -234,7 +234,7 @@ DriverResult mem_free(DriverAddress address) {
   DriverResult result = kDriverSuccess;
   if (!facts.is_ordered) {
     if (any_capture()) {
-      waiting_frees().add({{block, facts}});
+      waiting_frees().add({{block, facts, use.generation()}});
       return kDriverSuccess;
     }
     // A plain free reports errors of queued work; the block is freed all the same.

@@ -38,6 +38,9 @@ Arena& ProcessArenas::Use::arena() const noexcept {
 CudaBackend& ProcessArenas::Use::backend() const noexcept {
   return *entry_->backend;
 }
+std::uint64_t ProcessArenas::Use::generation() const noexcept {
+  return entry_->generation;
+}
 void* ProcessArenas::Use::context() const noexcept {
   return entry_->context;
 }

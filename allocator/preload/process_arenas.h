@@ -29,6 +29,8 @@ class ProcessArenas {
     int device() const noexcept;
     Arena& arena() const noexcept;
     CudaBackend& backend() const noexcept;
+    // The number of the arena among those that its device has had.
+    std::uint64_t generation() const noexcept;
     // The context of the arena's memory and events, as `context_of` returned it.
     void* context() const noexcept;
 

@@ -1,5 +1,8 @@
 #include "allocator/preload/routes.h"
 
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <algorithm>
 
 #include "allocator/preload/accounts.h"
@@ -58,8 +61,24 @@ bool device_of_context(DriverContext context, int* device) {
 
 // --- captures ---
 
-SharedList<DriverStream>& captures() {
-  static auto* const instance = new SharedList<DriverStream>;
+struct CapturedStream {
+  DriverStream stream;  // Numbered.
+  DriverContext context;
+  long thread;
+};
+
+long thread_id() {
+  return ::syscall(SYS_gettid);
+}
+
+DriverContext current_context() {
+  DriverContext context = nullptr;
+  (void)preload_state().used.cuCtxGetCurrent(&context);
+  return context;
+}
+
+SharedList<CapturedStream>& captures() {
+  static auto* const instance = new SharedList<CapturedStream>;
   return *instance;
 }
 
@@ -176,24 +195,29 @@ void trim_if_asked() {
 }
 
 void capture_began(DriverStream stream, bool per_thread) {
-  captures().add({numbered(stream, per_thread)});
+  captures().add({{numbered(stream, per_thread), current_context(), thread_id()}});
 }
 
 void capture_ended(DriverStream stream, bool per_thread) {
-  // Captures of several threads' default streams have the same number: only one of them ends.
-  (void)captures().take([&, found = false](DriverStream captured) mutable {
-    return !found && (found = captured == numbered(stream, per_thread));
+  const DriverStream ended = numbered(stream, per_thread);
+  // Captures of several threads' default streams have the same number.
+  const bool is_default = is_default_stream(ended);
+  (void)captures().take([=, context = current_context()](const CapturedStream& captured) {
+    return captured.stream == ended &&
+           (!is_default || (captured.thread == thread_id() && captured.context == context));
   });
 }
 
 bool any_capture() {
   if (captures().size() == 0) return false;
-  // A capture can also end with its stream, so the driver is asked about the listed streams. It cannot be
-  // asked about a default stream, which is another one on every thread.
-  (void)captures().take([](DriverStream stream) {
+  // A capture can also end with its stream, so the driver is asked about the listed streams. About a default
+  // stream it can be asked on its own thread alone; one of a thread that has ended is no more.
+  (void)captures().take([](const CapturedStream& captured) {
     unsigned status = 0;
-    return !is_default_stream(stream) &&
-           (preload_state().used.cuStreamIsCapturing(stream, &status) != kDriverSuccess || status == 0);
+    if (is_default_stream(captured.stream) && captured.thread != thread_id())
+      return ::syscall(SYS_tgkill, ::getpid(), captured.thread, 0) != 0;
+    return preload_state().used.cuStreamIsCapturing(captured.stream, &status) != kDriverSuccess ||
+           status == 0;
   });
   return captures().size() != 0;
 }
@@ -244,6 +268,7 @@ void end_idle_streams() {
 
 void forget_streams(void* context) {
   (void)kept_streams().take([&](const KeptStream& kept) { return kept.context == context; });
+  (void)captures().take([&](const CapturedStream& captured) { return captured.context == context; });
 }
 
 }  // namespace forebay

@@ -127,7 +127,7 @@ bool is_capturing(DriverStream stream, bool per_thread, DriverResult* result);
 DriverResult destroy_stream(DriverStream stream);
 // Destroys kept streams that have become idle.
 void end_idle_streams();
-// Forgets the kept streams of a context that is about to go away.
+// Forgets the kept and the captured streams of a context that is about to go away.
 void forget_streams(void* context);
 
 // Repeats a request that was refused for lack of memory. Freed memory counts as taken until queued work is

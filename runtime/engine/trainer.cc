@@ -3,9 +3,7 @@
 #include <exception>
 #include <mutex>
 #include <string>
-#include <thread>
 #include <utility>
-#include <vector>
 
 #include "forebay/bootstrap.h"
 #include "forebay/cuda_backend.h"
@@ -14,6 +12,7 @@
 #include "forebay/log.h"
 #include "forebay/nccl_communicator.h"
 #include "forebay/process_communicator.h"
+#include "forebay/run_on_threads.h"
 
 namespace forebay {
 namespace {
@@ -132,24 +131,21 @@ void Trainer::on_threads(int ranks, const TrainerOptions& options,
   const std::shared_ptr<LocalGroup> group = LocalGroup::create(ranks, local);
   std::mutex mutex;
   Status first;
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < ranks; ++rank) {
-    threads.emplace_back([&, rank] {
-      std::unique_ptr<Trainer> trainer;
-      try {
-        trainer = std::make_unique<Trainer>(*group, rank, options);
-        train(*trainer);
-      } catch (...) {
-        const Status status = status_of_exception();
-        {
-          const std::lock_guard lock(mutex);
-          if (first.ok()) first = status.with_context("rank " + std::to_string(rank));
-        }
-        if (trainer != nullptr) trainer->communicator().abort(status);
+  const Status run = internal::run_on_threads(ranks, [&](int rank) {
+    std::unique_ptr<Trainer> trainer;
+    try {
+      trainer = std::make_unique<Trainer>(*group, rank, options);
+      train(*trainer);
+    } catch (...) {
+      const Status status = status_of_exception();
+      {
+        const std::lock_guard lock(mutex);
+        if (first.ok()) first = status.with_context("rank " + std::to_string(rank));
       }
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
+      if (trainer != nullptr) trainer->communicator().abort(status);
+    }
+  });
+  throw_if_error(run);
   throw_if_error(first);
 }
 

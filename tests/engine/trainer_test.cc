@@ -11,6 +11,7 @@
 #include <string>
 
 #include "forebay/error.h"
+#include "tests/support/thread_limit.h"
 
 namespace forebay {
 namespace {
@@ -44,6 +45,20 @@ TEST(Trainers, OnThreadsTellAnExceptionOfTheProgram) {
 
   EXPECT_NE(text_of([] { throw std::runtime_error("no data"); }).find("rank 1: no data"), std::string::npos);
   EXPECT_NE(text_of([] { throw 1; }).find("rank 1: "), std::string::npos);
+}
+
+TEST(Trainers, OnThreadsAllRunOrNone) {
+  for (int threads = 0; threads < 3; ++threads) {
+    const testing::ThreadLimit limit(threads);
+    bool runs = false;
+    try {
+      Trainer::on_threads(3, {{{.stage = 3}}}, [&](Trainer&) { runs = true; });
+      ADD_FAILURE() << "no error";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), StatusCode::kUnavailable) << error.what();
+    }
+    EXPECT_FALSE(runs);
+  }
 }
 
 TEST(Trainers, OnThreadsWaitForEachOtherUntilTheDeadline) {

@@ -28,6 +28,7 @@
 #include "offload/scratch_file.h"
 #include "tests/offload/store_support.h"
 #include "tests/support/process.h"
+#include "tests/support/thread_limit.h"
 
 namespace forebay {
 namespace {
@@ -761,6 +762,18 @@ TEST_P(FileStore, SaysWhichOptionIsWrong) {
   EXPECT_EQ(message([](auto& o) { o.depth = 4097; }), what + "the depth is 1 to 4096, not 4097");
   EXPECT_EQ(message([](auto& o) { o.thread_count = 0; }),
             what + "thread_count, transfer_limit and bounce_count are at least 1");
+}
+
+TEST(FileStoreThreads, AreAllThereOrTheStoreIsRefused) {
+  const testing::TemporaryDirectory directory;
+  FileStoreOptions options;
+  options.directories = {directory.path()};
+  options.engine = FileEngine::kThreads;
+  for (int threads = 0; threads < 8; ++threads) {
+    const testing::ThreadLimit limit(threads);
+    EXPECT_EQ(make_file_store(options).status().code(), StatusCode::kUnavailable) << threads;
+  }
+  EXPECT_TRUE(make_file_store(options).ok());
 }
 
 INSTANTIATE_TEST_SUITE_P(Engines, FileStore, ::testing::Values(FileEngine::kThreads, FileEngine::kIoUring),

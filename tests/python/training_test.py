@@ -455,6 +455,51 @@ class OneRank(unittest.TestCase):
             found[sharded.names[p]] = master
         return found
 
+    def test_an_exception_within_gathered_drops_the_writes(self):
+        for options in ({}, {"dtype": "bf16"}, {"offload": "optimizer"}):
+            for stage in (0, 2, 3):
+                with self.subTest(options, stage=stage):
+                    model = forebay.shard(models.make(), stage=stage, **options)
+                    optimizer = forebay.AdamW(model, lr=1e-3)
+                    models.train(model, optimizer)
+                    trained = forebay.digest(model)
+                    with self.assertRaises(KeyError):
+                        with forebay.gathered(model, write=True):
+                            model.norm.weight.mul_(3)
+                            raise KeyError("a mistake")
+                    self.assertEqual(forebay.digest(model), trained)
+                    models.train(model, optimizer, steps=1)
+
+    def test_a_step_that_fails_leaves_nothing_for_the_next_of_the_scaler(self):
+        """GradScaler gives its factor to the optimizer, and takes it back behind a step() that returns."""
+        def train(scaled, fails):
+            model = forebay.shard(models.make(), stage=1)
+            optimizer = forebay.SGD(model, lr=0.1)
+            scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
+            for step in range(4):
+                optimizer.zero_grad()
+                scaler.scale(model(*models.batch(step, 0))).backward()
+                if step == 1 and fails == "in":
+                    optimizer.param_groups[0]["lr"] = float("nan")
+                if step == 1 and fails == "before":
+                    hook = optimizer.register_step_pre_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+                try:
+                    scaler.step(optimizer)
+                    scaler.update()
+                except (forebay.Error, KeyboardInterrupt):
+                    self.assertEqual(step, 1)
+                    optimizer.param_groups[0]["lr"] = 0.1
+                    if fails == "before":
+                        hook.remove()
+                    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
+            return model.state_dict()
+
+        for fails in ("in", "before"):
+            with self.subTest(fails=fails):
+                expected = train(False, fails)
+                for name, value in train(True, fails).items():
+                    self.assertLess((value - expected[name]).abs().max(), 1e-6, name)
+
     def test_weights_loaded_within_gathered_are_exact(self):
         """Then an element that has its value in 16 bits already takes the master that the value gives."""
         for stage in (0, 3):

@@ -71,6 +71,7 @@ class Optimizer(torch.optim.Optimizer):
         self.state = _Moments()
         self.last: Optional[core.StepResult] = None
         self.grad_norm: Optional[float] = None
+        self.is_stepped = False  # Since zero_grad().
         self.wrapped: Tuple[torch.optim.Optimizer, ...] = ()
         self.fixed = {**_OFF, **_CONSTANTS.get(rule, {})}
         self._check_groups()
@@ -153,6 +154,20 @@ class Optimizer(torch.optim.Optimizer):
                                   "with the other rate; make one optimizer right after shard()")
 
     def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:
+        try:
+            return self._step(closure)
+        except BaseException:
+            self._forget_scaler()
+            raise
+        finally:
+            self.is_stepped = True
+
+    def _forget_scaler(self) -> None:
+        """GradScaler takes its factor back only behind a step() that returns, and would multiply what it finds before the next."""
+        self.__dict__.pop("grad_scale", None)
+        self.__dict__.pop("found_inf", None)
+
+    def _step(self, closure: Optional[Callable[[], Any]]) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -191,6 +206,9 @@ class Optimizer(torch.optim.Optimizer):
         """Drops the gradients since the last step."""
         if self.sharded.tasks:
             self.sharded.recover()
+        if not self.is_stepped:  # A hook before step() raised. A hook behind it may be the caller, before GradScaler goes on.
+            self._forget_scaler()
+        self.is_stepped = False
         with unwatched():
             for group in self.param_groups:
                 for p in group["params"]:

@@ -1183,6 +1183,15 @@ class Sharded:
                 torch.autograd.graph.increment_version(p)
                 self.versions[p] = _VERSION(p)
 
+    def read_versions(self) -> Dict[nn.Parameter, int]:
+        with guard.unwatched():
+            return {p: _VERSION(p) for p in self.versions}
+
+    def drop_writes(self, since: Dict[nn.Parameter, int]) -> None:
+        """Writes since read_versions() went to tensors that are dropped."""
+        for p, version in self.read_versions().items():
+            self.versions[p] += version - since.get(p, version)
+
     def note_copy(self, p: nn.Parameter) -> None:
         """torch is about to copy the parameter to itself, which it counts as a write."""
         if p in self.versions:

@@ -227,6 +227,7 @@ def gathered(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
     sharded.between_steps()
     sharded.refuse_moved(sharded.parameters, adopts=True)
     values: Dict[nn.Parameter, torch.Tensor] = {}
+    versions = sharded.read_versions()
     sharded.writing = True
     sharded.loaded.clear()
     sharded.guard.follow_all()
@@ -240,6 +241,9 @@ def gathered(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
         with torch.no_grad():
             yield model
         values = {p: p.data for p in values}
+    except BaseException:
+        sharded.drop_writes(versions)
+        raise
     finally:
         for p, home in sharded.homes.items():
             p.data = home

@@ -4,16 +4,15 @@
 #include <cmath>
 #include <cstring>
 #include <filesystem>
-#include <latch>
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <thread>
 #include <utility>
 
 #include "forebay/block_runner.h"
 #include "forebay/host_adam.h"
 #include "forebay/pinned_pool.h"
+#include "forebay/run_on_threads.h"
 #include "forebay/thread_binding.h"
 #include "forebay/units.h"
 #include "runtime/command/machine/measured_update.h"
@@ -112,18 +111,13 @@ Result<double> on_all_nodes(const std::vector<NodeBench>& nodes, const Measure& 
   std::mutex mutex;
   double sum = 0;
   Status failed;
-  std::latch start(static_cast<std::ptrdiff_t>(nodes.size()));
-  std::vector<std::thread> threads;
-  for (const NodeBench& node : nodes) {
-    threads.emplace_back([&] {
-      start.arrive_and_wait();
-      const Result<double> rate = elements_per_second(node);
-      const std::lock_guard lock(mutex);
-      if (rate.ok()) sum += rate.value();
-      if (failed.ok()) failed = rate.status();
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
+  const auto measure = [&](int index) {
+    const Result<double> rate = elements_per_second(nodes[static_cast<std::size_t>(index)]);
+    const std::lock_guard lock(mutex);
+    if (rate.ok()) sum += rate.value();
+    if (failed.ok()) failed = rate.status();
+  };
+  FOREBAY_RETURN_IF_ERROR(internal::run_on_threads(static_cast<int>(nodes.size()), measure));
   if (!failed.ok()) return failed;
   return sum;
 }

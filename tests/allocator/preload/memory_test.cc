@@ -220,6 +220,7 @@ TEST(PreloadMemory, NothingWaitsWhileAnyStreamIsCapturedAndFreesDoAgainAfterward
             "both have ended: idle 1\n"
             "its stream has ended: idle 1\n"
             "it was invalid: idle 1\n"
+            "its thread has ended: idle 1\n"
             "freed by a graph: 0\n");
   EXPECT_EQ(run.record().live_bytes, 0u);
   run.expect_no_hazard();
@@ -239,6 +240,14 @@ TEST_P(PreloadReordered, EachThreadHasItsOwnDefaultStream) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Seeds, PreloadReordered, ::testing::Range(1, 6));
+
+TEST(PreloadMemory, AFreeThatWaitsForACaptureEndsWithItsArena) {
+  PreloadRun run(matter("capture-reset"));
+
+  EXPECT_EQ(run.finished.exit_code, 0);
+  EXPECT_EQ(run.finished.output, "at the same address 1, given twice 0\n");
+  run.expect_no_hazard();
+}
 
 TEST(PreloadMemory, AThreadsDefaultStreamUsesItsFreedMemoryAtOnce) {
   PreloadRun run(matter("reuse"), "arena", {{"FAKE_CUDA_LATENCY_NS", "20000000"}});

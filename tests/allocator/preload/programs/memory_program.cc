@@ -505,6 +505,13 @@ int captures() {
   CHECK(spoilt.end());
   if (tell_free("it was invalid") != 0) return 1;
 
+  // With its thread, whose default stream it was.
+  std::thread([] {
+    (void)driver.cuCtxSetCurrent(context);
+    (void)per_thread.cuStreamBeginCapture_v2(nullptr, CuCaptureMode::kRelaxed);
+  }).join();
+  if (tell_free("its thread has ended") != 0) return 1;
+
   // An ordered free on a captured stream would have to go into the graph.
   const CuStream graphs = new_stream();
   CHECK_CU(driver.cuMemAlloc_v2(&block, kMiB));
@@ -513,6 +520,28 @@ int captures() {
   CuGraph graph = nullptr;
   (void)driver.cuStreamEndCapture(graphs, &graph);
   CHECK_CU(driver.cuMemFree_v2(block));
+  return 0;
+}
+
+// A free that waits for the end of a capture ends with its arena: the block of the next one at that address
+// stays.
+int capture_reset() {
+  CuDevicePtr block = 0, next = 0, other = 0;
+  const CuStream stream = new_stream();
+  CHECK_CU(driver.cuMemAlloc_v2(&block, kMiB));
+  CHECK_CU(driver.cuStreamBeginCapture_v2(stream, CuCaptureMode::kRelaxed));
+  CHECK_CU(driver.cuMemFree_v2(block));
+  CHECK_CU(driver.cuDevicePrimaryCtxReset_v2(0));
+  if (start() != 0) return 1;
+  const CuStream again = new_stream();
+  CHECK_CU(driver.cuMemAlloc_v2(&next, kMiB));
+  CHECK_CU(driver.cuStreamBeginCapture_v2(again, CuCaptureMode::kRelaxed));
+  CuGraph graph = nullptr;
+  CHECK_CU(driver.cuStreamEndCapture(again, &graph));
+  CHECK_CU(driver.cuMemAlloc_v2(&other, kMiB));
+  std::printf("at the same address %d, given twice %d\n", block == next, next == other);
+  CHECK_CU(driver.cuMemFree_v2(next));
+  CHECK_CU(driver.cuMemFree_v2(other));
   return 0;
 }
 
@@ -982,6 +1011,7 @@ int run(const std::string& matter) {
                                                                {"releases", releases},
                                                                {"stream-reset", stream_reset},
                                                                {"captures", captures},
+                                                               {"capture-reset", capture_reset},
                                                                {"make-way", make_way},
                                                                {"ended-streams", ended_streams},
                                                                {"pinned-together", pinned_together},
