@@ -19,7 +19,7 @@ Status run_on_threads(int count, const Function& function) {
   const std::shared_future<bool> all_made(promise.get_future());
   std::vector<std::thread> threads;
   threads.reserve(static_cast<std::size_t>(count));
-  Status status;
+  std::string why;
   try {
     for (int i = 0; i < count; ++i) {
       threads.emplace_back([&function, &all_made, i] {
@@ -27,12 +27,19 @@ Status run_on_threads(int count, const Function& function) {
       });
     }
   } catch (const std::system_error& error) {
-    status = Status(StatusCode::kUnavailable, "cannot make thread ", threads.size() + 1, " of ", count, ": ",
-                    error.what(), "; raise ulimit -u (processes) or -v (addresses)");
+    why = error.what();
   }
-  promise.set_value(status.ok());
+  promise.set_value(why.empty());
   for (std::thread& thread : threads) thread.join();
-  return status;
+  if (why.empty()) return {};
+  return {StatusCode::kUnavailable,
+          "cannot start thread ",
+          threads.size() + 1,
+          " of ",
+          count,
+          ": ",
+          why,
+          "; raise ulimit -u (processes) or -v (addresses)"};
 }
 
 }  // namespace forebay::internal
