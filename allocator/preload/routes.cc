@@ -211,11 +211,13 @@ void capture_ended(DriverStream stream, bool per_thread) {
 bool any_capture() {
   if (captures().size() == 0) return false;
   // A capture can also end with its stream, so the driver is asked about the listed streams. About a default
-  // stream it can be asked on its own thread alone; one of a thread that has ended is no more.
+  // stream it can be asked on its own thread and in its own context alone; one of a thread that has ended is
+  // no more.
   (void)captures().take([](const CapturedStream& captured) {
     unsigned status = 0;
     if (is_default_stream(captured.stream) && captured.thread != thread_id())
       return ::syscall(SYS_tgkill, ::getpid(), captured.thread, 0) != 0;
+    if (is_default_stream(captured.stream) && captured.context != current_context()) return false;
     return preload_state().used.cuStreamIsCapturing(captured.stream, &status) != kDriverSuccess ||
            status == 0;
   });

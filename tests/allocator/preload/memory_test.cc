@@ -220,6 +220,7 @@ TEST(PreloadMemory, NothingWaitsWhileAnyStreamIsCapturedAndFreesDoAgainAfterward
             "both have ended: idle 1\n"
             "its stream has ended: idle 1\n"
             "it was invalid: idle 1\n"
+            "its thread was elsewhere: idle 0\n"
             "its thread has ended: idle 1\n"
             "freed by a graph: 0\n");
   EXPECT_EQ(run.record().live_bytes, 0u);

@@ -505,6 +505,20 @@ int captures() {
   CHECK(spoilt.end());
   if (tell_free("it was invalid") != 0) return 1;
 
+  // It goes on while its thread is in another context, which has a default stream of its own.
+  CuContext own = nullptr;
+  CuGraph unused = nullptr;
+  CHECK_CU(driver.cuMemAlloc_v2(&block, kMiB));
+  CHECK_CU(per_thread.cuStreamBeginCapture_v2(nullptr, CuCaptureMode::kRelaxed));
+  CHECK_CU(driver.cuMemFree_v2(block));
+  CHECK_CU(driver.cuCtxCreate_v2(&own, 0, 0));
+  CHECK_CU(driver.cuMemAlloc_v2(&block, kMiB));
+  CHECK_CU(driver.cuMemFree_v2(block));
+  CHECK_CU(driver.cuCtxSetCurrent(context));
+  if (tell_free("its thread was elsewhere") != 0) return 1;
+  CHECK_CU(per_thread.cuStreamEndCapture(nullptr, &unused));
+  CHECK_CU(driver.cuCtxDestroy_v2(own));
+
   // With its thread, whose default stream it was.
   std::thread([] {
     (void)driver.cuCtxSetCurrent(context);
