@@ -1,4 +1,4 @@
-"""The programs and guides of samples/pytorch, run on one and two ranks."""
+"""The programs and guides of samples/pytorch, run on one and two ranks, and a short run of a benchmark."""
 
 import os
 import pathlib
@@ -56,6 +56,14 @@ class Readme(unittest.TestCase):
 
 
 class Programs(unittest.TestCase):
+    def test_the_benchmark_of_saves_in_the_background_runs(self):
+        with tempfile.TemporaryDirectory() as directory:
+            output = run(support.ROOT / "tests" / "bench" / "background_save.py", "--layers", "2", "--width", "64", "--rounds",
+                         "2", "--steps", "2", "--directory", directory)
+            self.assertEqual(os.listdir(directory), [])
+        self.assertIn("stage 2, bf16", output)
+        self.assertRegex(output, r"a save in the background costs -?[\d.]+ ms, -?[\d.]+ %")
+
     @need("transformers")
     def test_gpt2_finetune_goes_on_where_it_was_saved(self):
         with tempfile.TemporaryDirectory() as directory:
