@@ -324,13 +324,13 @@ class Threads(unittest.TestCase):
         self.in_group(len(layers), run)
         return results
 
-    def in_group(self, size, run):
+    def in_group(self, size, run, deadline=60000):
         def with_communicator(rank):
             device = forebay.Device()
             with group.communicator(rank, device) as ranks:
                 run(rank, ranks)
 
-        with forebay.LocalGroup(size, deadline=60000) as group:
+        with forebay.LocalGroup(size, deadline=deadline) as group:
             threads = [threading.Thread(target=with_communicator, args=(rank,)) for rank in range(size)]
             for thread in threads:
                 thread.start()
@@ -399,6 +399,53 @@ class Threads(unittest.TestCase):
             self.assertEqual(results[rank], trained(Adapter(rank)), rank)
         self.assertGreater(saves[0], 0)
         self.assertEqual(saves, saves[:1] * 3)
+
+    def test_ranks_that_free_a_pass_at_different_times(self):
+        """The first rank keeps a result that the others drop, in one step or for good."""
+        def made():
+            torch.manual_seed(0)
+            return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
+
+        def batch(number):
+            return torch.randn(6, 8, generator=torch.Generator().manual_seed(number))
+
+        def gradients(model, step, kept, monitor):
+            model.zero_grad()
+            first = model(batch(step)).pow(2).mean()
+            if monitor:
+                result = model(batch(step + 50))
+                kept.append(result)
+                if len(kept) > 1 or not monitor(step):
+                    kept.pop()
+                del result
+            second = model(batch(step + 90)).pow(2).mean()
+            first.backward()
+            second.backward()
+            return [p.grad.clone() for p in model.parameters()]
+
+        plain = made()
+        expected = [gradients(plain, step, [], None) for step in range(6)]
+        for ranks in (2, 3):
+            for keep_s in (range(1, 3), range(1, 9)):
+                results = [None] * ranks
+                replicas = [made() for _ in range(ranks)]
+
+                def run(rank, communicator):
+                    kept = []
+                    with forebay.offload_activations(replicas[rank], group=communicator, least_bytes=0, passes=3) as offload:
+                        found = []
+                        for step in range(6):
+                            if step not in keep_s:
+                                kept.clear()
+                            found.append(gradients(replicas[rank], step, kept, lambda at: rank == 0 and at in keep_s))
+                        results[rank] = found, offload.report()["statistics"]["save_count"]
+
+                self.in_group(ranks, run, deadline=10000)
+                for rank, (found, count) in enumerate(results):
+                    self.assertGreater(count, 0)
+                    for step in range(6):
+                        for one, other in zip(found[step], expected[step]):
+                            self.assertTrue(torch.equal(one, other), (ranks, rank, step))
 
 
 class SeveralRanks(unittest.TestCase):

@@ -289,6 +289,32 @@ TEST_F(Safetensors, InitialWeightsMustBeThoseOfTheModel) {
             std::string::npos);
 }
 
+// transformers ties them only where the file has the same values for both.
+TEST_F(Safetensors, AHeadThatIsNotTheEmbeddingIsRefusedWhereTheyAreTied) {
+  const auto message_with = [&](const char* table, float last, bool has_head) {
+    std::vector<GptUnit> units = {{"u", {{.name = table, .shape = {2, 2}}}}};
+    if (has_head) units[0].parameters.push_back({.name = "lm_head.weight", .shape = {2, 2}});
+    SafetensorsWriter writer(path(), {{published_name(table), {2, 2}}, {"lm_head.weight", {2, 2}}});
+    writer.write(std::vector<float>{1, 2, 3, 4});
+    writer.write(std::vector<float>{1, 2, 3, last});
+    writer.finish();
+    try {
+      set_from_file(units, path(), [](std::size_t, std::size_t, std::span<const float>) {});
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), StatusCode::kUnsupported);
+      return error.status().message();
+    }
+    return std::string("accepted");
+  };
+  for (const char* const table : {"wte.weight", "model.embed_tokens.weight"}) {
+    EXPECT_EQ(message_with(table, 4, false), "accepted");
+    EXPECT_EQ(message_with(table, 5, true), "accepted");
+    const std::string refusal = message_with(table, 5, false);
+    EXPECT_NE(refusal.find(std::string("its lm_head.weight is not its ") + table), std::string::npos)
+        << refusal;
+  }
+}
+
 TEST_F(Safetensors, ADeepOrHugeHeaderIsRefusedAtOnce) {
   expect_corrupt(std::string(10 << 20, '['), 0, "nested deeper than 3");
   expect_corrupt(R"({"a":{"dtype":"F32","shape":[[1]],"data_offsets":[0,4]}})", 4, "nested deeper than 3");
@@ -554,6 +580,10 @@ TEST_F(Safetensors, AConfigOfWhatThereIsNotIsRefusedByItsKey) {
   EXPECT_EQ(found(gpt2, "scale_attn_by_inverse_layer_idx", true), only("true", "false"));
   EXPECT_EQ(found(gpt2, "add_cross_attention", true), only("true", "false"));
   EXPECT_EQ(found(gpt2, "tie_word_embeddings", false), only("false", "true"));
+  for (const GptShape& shape : {gpt2, llama}) {
+    EXPECT_EQ(found(shape, "is_causal", false), only("false", "true or none"));
+    EXPECT_EQ(found(shape, "is_causal", nullptr), "taken");
+  }
   EXPECT_EQ(found(llama, "hidden_act", "gelu"), only("\"gelu\"", "\"silu\""));
   EXPECT_EQ(found(llama, "attention_bias", true), only("true", "false"));
   EXPECT_EQ(found(llama, "mlp_bias", true), only("true", "false"));

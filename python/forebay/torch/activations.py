@@ -37,9 +37,9 @@ class _Saved:
         self.owner, self.of, self.slot = owner, of, slot
         self.size = storage.nbytes()
         self.restored: Optional[torch.UntypedStorage] = None
+        owner.checkpointer.save(0, slot, of.number, storage.data_ptr(), self.size, stream=owner.stream())
         self.is_saved = True
         of.alive += 1
-        owner.checkpointer.save(0, slot, of.number, storage.data_ptr(), self.size, stream=owner.stream())
         owner.wait()
 
     def load(self) -> torch.UntypedStorage:
@@ -61,12 +61,16 @@ class _Saved:
         self.of.alive -= 1
 
     def __del__(self) -> None:
-        if getattr(self, "is_saved", False):
-            try:
-                self.owner.checkpointer.discard(0, self.slot, self.of.number)
-                self.forget()
-            except Exception:  # The checkpointer is closed.
-                pass
+        if not getattr(self, "is_saved", False):
+            return
+        if self.owner.communicator.size > 1:
+            self.owner.freed.append((self.of, self.slot))
+            return
+        try:
+            self.owner.checkpointer.discard(0, self.slot, self.of.number)
+            self.forget()
+        except Exception:  # The checkpointer is closed.
+            pass
 
 
 class Kept(NamedTuple):
@@ -116,6 +120,9 @@ class ActivationOffload:
         self.has_warned = False
         self.current: Optional[_Pass] = None
         self.in_flight: List[_Pass] = []
+        # Saved activations whose graph is gone on this rank. When it goes depends on the rank (garbage collection, a
+        # reference that one of them keeps), and the order of the gathers on what is in flight.
+        self.freed: List[Tuple[_Pass, int]] = []
         self.hooks: Optional[torch.autograd.graph.saved_tensors_hooks] = None
         self.depth, self.count = 0, 0
         self.skipped: set = set()
@@ -142,6 +149,7 @@ class ActivationOffload:
             self._commit()
         if self.checkpointer is not None:
             self.checkpointer.check()
+            self._discard_freed()
         self.in_flight = [one for one in self.in_flight if one.alive]
         self.current = _Pass(self.count)
         self.count += 1
@@ -200,6 +208,24 @@ class ActivationOffload:
             has_place = self._is_shared(has_place, storage)
         return _Saved(self, of, slot, storage) if has_place else None
 
+    def _discard_freed(self) -> None:
+        """Discards what no rank of the group can load any more. Collective."""
+        if self.communicator.size == 1:
+            return
+        keys = [of.number.to_bytes(8, "little") + slot.to_bytes(8, "little") for of, slot in self.freed]
+        counts = [int.from_bytes(one, "little") for one in self.communicator.exchange(len(keys).to_bytes(8, "little"))]
+        if min(counts) == 0:
+            return
+        everyone = self.communicator.exchange(b"".join(keys).ljust(16 * max(counts)))
+        common = set.intersection(*({one[at:at + 16] for at in range(0, 16 * count, 16)} for one, count in zip(everyone, counts)))
+        parted: Tuple[List[Any], List[Any]] = ([], [])
+        for one, key in zip(self.freed, keys):
+            parted[key in common].append(one)
+        self.freed[:len(keys)] = parted[False]
+        for of, slot in parted[True]:
+            of.alive -= 1
+            self.checkpointer.discard(0, slot, of.number)
+
     def _sum_of(self, storage: torch.UntypedStorage) -> int:
         """A hash of all bytes and their places, computed where they are."""
         data = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
@@ -254,7 +280,7 @@ class ActivationOffload:
         store = torch.distributed.distributed_c10d._get_default_store()
         name = "-".join(map(str, ranks))
         return core.Communicator(self.copier, store, prefix=f"forebay/activations/{next(_numbers)}/{name}/",
-                                 rank=torch.distributed.get_rank(self.group), size=len(ranks))
+                                 rank=torch.distributed.get_rank(self.group), size=len(ranks), **self.options)
 
     def _shared(self, communicator: core.Communicator) -> List[bool]:
         """Whether all ranks of the group saved the same bytes in the first pass, by slot."""

@@ -59,7 +59,7 @@ class NewFile {
     while (bytes > 0) {
       const ssize_t written = ::write(file_.number(), at, bytes);
       if (written < 0 && errno == EINTR) continue;
-      if (written < 0) cannot_write(path_, errno);
+      if (written <= 0) cannot_write(path_, written == 0 ? ENOSPC : errno);
       at += written;
       bytes -= static_cast<std::size_t>(written);
     }

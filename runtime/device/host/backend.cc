@@ -13,6 +13,7 @@
 #include "forebay/access_guard.h"
 #include "forebay/check.h"
 #include "forebay/host_backend.h"
+#include "forebay/host_room.h"
 #include "forebay/log.h"
 #include "forebay/units.h"
 #include "runtime/device/backend_checks.h"
@@ -159,16 +160,19 @@ class HostBackendImpl final : public ScriptedHostBackend, private AccessGuard {
     FOREBAY_RETURN_IF_ERROR(enter(HostCall::kStreamCreate));
     std::shared_ptr<HostStream> stream;
     try {
+      const std::uint64_t id = next_host_handle();
       stream = std::make_shared<HostStream>(*options_.clock, options_, script_, callbacks_);
+      const std::lock_guard lock(options_.clock->mutex());
+      streams_.emplace(id, stream);
+      return Stream{to_handle(id)};
+    } catch (const std::bad_alloc&) {
+      if (stream != nullptr) stream->finish();
+      return Status(StatusCode::kOutOfMemory, internal::kNoHostMemory);
     } catch (const std::system_error& error) {
       return Status(StatusCode::kUnavailable, "cannot create a stream on " + options_.name +
                                                   ": there is no thread for it: " + error.what() +
                                                   "; raise ulimit -u or -v, or destroy other streams");
     }
-    const std::uint64_t id = next_host_handle();
-    const std::lock_guard lock(options_.clock->mutex());
-    streams_.emplace(id, std::move(stream));
-    return Stream{to_handle(id)};
   }
 
   Status stream_destroy(Stream stream) override {

@@ -57,12 +57,13 @@ std::string host_name() {
   return ::gethostname(name.data(), name.size() - 1) == 0 ? name.data() : "an unknown host";
 }
 
+constexpr const char* kHolderBegin = "process ";
+
 // The process that a lock's text names, if it is of this host; otherwise 0.
 pid_t process_of_this_host(const std::string& holder) {
-  const char* const word = "process ";
-  if (!holder.starts_with(word)) return 0;
+  if (!holder.starts_with(kHolderBegin)) return 0;
   const std::size_t end = holder.find(" on " + host_name() + ",");
-  const std::string number = holder.substr(std::strlen(word), end - std::strlen(word));
+  const std::string number = holder.substr(std::strlen(kHolderBegin), end - std::strlen(kHolderBegin));
   const bool is_number = !number.empty() && number.find_first_not_of("0123456789") == std::string::npos;
   return end == std::string::npos || !is_number ? 0 : static_cast<pid_t>(std::atol(number.c_str()));
 }
@@ -94,12 +95,31 @@ bool is_lock_of_another(int file, const std::string& holder) {
                                             "; give this job a directory of its own, or end the other one");
 }
 
+// The name may be a hard link to another file of this user, and the lock is written over it.
+void check_is_lock(int file, const std::string& path) {
+  std::string begin(std::strlen(kHolderBegin), '\0');
+  const ssize_t count = ::pread(file, begin.data(), begin.size(), 0);  // Less while its holder writes it.
+  if (count < 0) io_error("read", path);
+  begin.resize(static_cast<std::size_t>(count));
+  if (std::string_view(kHolderBegin).starts_with(begin)) return;
+  throw Error(StatusCode::kUnavailable,
+              "cannot lock " + shown_path(path) + ": it is no lock of forebay; move that file");
+}
+
 // A user who can open the file can hold a lock on it. Earlier versions made it for all users to read.
 void keep_from_others(int file) {
   struct stat facts {};
   const bool is_wide = ::fstat(file, &facts) == 0 && S_ISREG(facts.st_mode) && (facts.st_mode & 0077) != 0;
   // A file system may have no modes.
   if (is_wide && facts.st_uid == ::geteuid()) static_cast<void>(::fchmod(file, 0600));
+}
+
+// 0, or the error.
+int sync_error(int file) {
+  while (::fsync(file) != 0) {
+    if (errno != EINTR) return errno;
+  }
+  return 0;
 }
 
 std::string present_time() {
@@ -133,7 +153,8 @@ void StateFile::write(const void* data, std::uint64_t bytes) {
     if (written < 0 && errno == EINTR) continue;
     // The file system wants larger pages, or it wrote a part of one.
     if (written < 0 && errno == EINVAL && is_direct() && set_direct(false)) continue;
-    if (written < 0) io_error("write", path_);
+    // Some file systems say 0 where others have an error. Asked again they would say it for ever.
+    if (written <= 0) io_error("write", path_, written == 0 ? ENOSPC : errno);
     at += written;
     bytes -= static_cast<std::uint64_t>(written);
   }
@@ -157,7 +178,7 @@ void StateFile::read_at(std::uint64_t offset, void* data, std::uint64_t bytes) c
 }
 
 void StateFile::sync() const {
-  if (::fsync(descriptor_.number()) != 0) io_error("sync", path_);
+  if (const int error = sync_error(descriptor_.number()); error != 0) io_error("sync", path_, error);
 }
 
 StateDirectory::StateDirectory(Descriptor descriptor, std::string path)
@@ -242,7 +263,9 @@ bool StateDirectory::rename_directory(const std::string& from, const std::string
 }
 
 void StateDirectory::sync() const {
-  if (::fsync(descriptor_.number()) != 0) io_error("sync", path_);
+  const int error = sync_error(descriptor_.number());
+  // EINVAL and EOPNOTSUPP: the file system cannot sync a directory by itself. The files in it are synced.
+  if (error != 0 && error != EINVAL && error != EOPNOTSUPP) io_error("sync", path_, error);
 }
 
 void StateDirectory::remove(const std::string& name) const noexcept {
@@ -270,7 +293,7 @@ namespace {
 // them: its copies of the descriptors, which would keep the locks after this process, are closed.
 struct TakenLocks {
   struct Taken {
-    Descriptor file;
+    StateFile file;
     int count = 0;
     bool saves = false;
   };
@@ -318,13 +341,15 @@ StateLock::StateLock(const StateDirectory& directory, bool saves) : saves_(saves
   }
 
   const std::string path = directory.path() + "/" + kLockName;
-  Descriptor file(
-      opened_at(directory.descriptor_.number(), kLockName, path, O_RDWR | O_CREAT | O_NOFOLLOW, 0600));
-  keep_from_others(file.number());
+  const int number =
+      opened_at(directory.descriptor_.number(), kLockName, path, O_RDWR | O_CREAT | O_NOFOLLOW, 0600);
+  StateFile file(Descriptor(number), path);
+  check_is_lock(number, path);
+  keep_from_others(number);
   struct flock lock {};
   lock.l_type = F_WRLCK;
   lock.l_whence = SEEK_SET;
-  if (::fcntl(file.number(), F_OFD_SETLK, &lock) != 0) {
+  if (::fcntl(number, F_OFD_SETLK, &lock) != 0) {
     if (errno != EAGAIN && errno != EACCES) {
       log(LogLevel::kWarning, "cannot lock %s: %s; see to it that no other job saves its state there",
           path.c_str(), std::strerror(errno));
@@ -332,13 +357,12 @@ StateLock::StateLock(const StateDirectory& directory, bool saves) : saves_(saves
     }
     std::string holder = directory.read(kLockName, kMostHolderBytes);
     std::erase_if(holder, [](char c) { return c < ' ' || c > '~'; });
-    refuse_locked(file.number(), directory.path(), path, holder);
+    refuse_locked(number, directory.path(), path, holder);
   }
   const std::string text =
-      "process " + std::to_string(::getpid()) + " on " + host_name() + ", since " + present_time() + "\n";
-  if (::ftruncate(file.number(), 0) != 0 ||
-      ::write(file.number(), text.data(), text.size()) != static_cast<ssize_t>(text.size()))
-    io_error("write", path);
+      kHolderBegin + std::to_string(::getpid()) + " on " + host_name() + ", since " + present_time() + "\n";
+  if (::ftruncate(number, 0) != 0) io_error("write", path);
+  file.write(text.data(), text.size());
   locks.by_directory.emplace(key_, TakenLocks::Taken{std::move(file), 1, saves});
   held_ = true;
 }

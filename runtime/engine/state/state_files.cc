@@ -113,7 +113,12 @@ void remove_all_but(const StateDirectory& directory, const std::string& newest, 
     if (is_earlier && kept < keep && is_state(directory, name)) {
       ++kept;
     } else {
-      remove_state(directory, name);
+      try {
+        remove_state(directory, name);
+      } catch (const Error& error) {
+        // The new state has its name.
+        log(LogLevel::kWarning, "an old saved state stays: %s", error.what());
+      }
     }
   }
 }

@@ -1,5 +1,6 @@
 #include "trainer/initial.h"
 
+#include <cstring>
 #include <set>
 
 #include "forebay/error.h"
@@ -15,6 +16,14 @@ std::string shape_text(const std::vector<std::uint64_t>& shape) {
   std::string text;
   for (const std::uint64_t extent : shape) text += (text.empty() ? "" : ", ") + std::to_string(extent);
   return "[" + text + "]";
+}
+
+constexpr const char* kHead = "lm_head.weight";
+
+bool has_same_bits(WeightFiles& files, const std::string& one, const std::string& other) {
+  const std::vector<float> a = files.read(one);
+  const std::vector<float> b = files.read(other);
+  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
 }
 
 }  // namespace
@@ -66,6 +75,18 @@ void set_from_file(const std::vector<GptUnit>& units, const std::string& path, c
   for (const std::string& name : files.names()) {
     if (!known.contains(name) && !is_derived_tensor(name))
       refuse("tensor " + shown_value(name) + " is not one of this model");
+  }
+  if (files.find(kHead) != nullptr && !known.contains(kHead)) {
+    for (const GptUnit& unit : units) {
+      for (const GptParameter& parameter : unit.parameters) {
+        if (is_token_embedding(parameter.name) && !has_same_bits(files, kHead, name_of(parameter))) {
+          throw Error(StatusCode::kUnsupported,
+                      "--initial " + shown_path(path) + ": its " + kHead + " is not its " + parameter.name +
+                          ", and this model uses one tensor for both; give another model, or "
+                          "for Llama \"tie_word_embeddings\": false in its config.json");
+        }
+      }
+    }
   }
   for (std::size_t u = 0; u < units.size(); ++u) {
     for (std::size_t i = 0; i < units[u].parameters.size(); ++i)

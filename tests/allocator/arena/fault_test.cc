@@ -10,6 +10,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstdio>
 #include <cstring>
 #include <map>
@@ -46,9 +47,9 @@ struct HostMemory {
   // it.
   bool refuses(std::size_t bytes) {
     if (!counts) return false;
-    if (refusing) return true;
-    if (std::exchange(previous, bytes) == bytes || ++count != failing) return false;
-    refusing = all_later;
+    if (!refusing && (std::exchange(previous, bytes) == bytes || ++count != failing)) return false;
+    refusing = all_later || refusing;
+    errno = ENOMEM;
     return true;
   }
 };
@@ -602,6 +603,28 @@ TEST(ArenaFault, AnAllocationWithoutHostMemoryLosesNothingAndTheNextRequestWorks
     fail_each(&Scenario::run, all_later);
     fail_each(&Scenario::run_steps, all_later);
   }
+}
+
+TEST(ArenaFault, AStreamIsRefusedWithoutHostMemory) {
+  const std::unique_ptr<HostBackend> backend = std::move(HostBackend::create({})).value();
+  int failing = 0;
+  do {
+    host_memory = {.failing = ++failing};
+    const Result<Stream> stream = [&] {
+      const CountAllocations count(true);
+      return backend->stream_create();
+    }();
+    EXPECT_EQ(stream.ok(), !host_memory.failed()) << failing;
+    if (stream.ok()) {
+      EXPECT_TRUE(backend->stream_destroy(stream.value()).ok());
+    } else {  // kUnavailable: the memory was for the thread.
+      EXPECT_TRUE(stream.status().code() == StatusCode::kOutOfMemory ||
+                  stream.status().code() == StatusCode::kUnavailable)
+          << stream.status().to_string();
+    }
+  } while (host_memory.failed());
+  host_memory = {};
+  EXPECT_GT(failing, 2);
 }
 #endif
 

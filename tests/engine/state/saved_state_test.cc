@@ -42,7 +42,16 @@ std::string last_part(const std::string& path) {
 
 }  // namespace
 
+// The error of syncing a directory on this thread, or 0.
+namespace {
+thread_local int directory_sync_error = 0;
+}
 extern "C" int fsync(int file) {
+  struct stat facts {};
+  if (directory_sync_error != 0 && ::fstat(file, &facts) == 0 && S_ISDIR(facts.st_mode)) {
+    errno = directory_sync_error;
+    return -1;
+  }
   if (file_operations != nullptr) {
     char path[4096] = {};
     const std::string link = "/proc/self/fd/" + std::to_string(file);
@@ -79,7 +88,16 @@ extern "C" int unlinkat(int directory, const char* name, int flags) {
   return static_cast<int>(::syscall(SYS_unlinkat, directory, name, flags));
 }
 
+// Whether this thread cannot rename an old state, as where another process is in its directory on some file
+// systems.
+namespace {
+thread_local bool holds_old_states = false;
+}
 extern "C" int renameat(int from_directory, const char* from, int to_directory, const char* to) {
+  if (holds_old_states && std::string(to).starts_with(".removing-")) {
+    errno = EBUSY;
+    return -1;
+  }
   if (file_operations != nullptr) file_operations->push_back(std::string("rename to ") + to);
   return static_cast<int>(::syscall(SYS_renameat2, from_directory, from, to_directory, to, 0));
 }
@@ -567,6 +585,40 @@ TEST_F(SavedStateFiles, AreWholeWhereWritesTakeAPart) {
   EXPECT_EQ(load(directory_), 7U);
 }
 
+TEST_F(SavedStateFiles, AFileThatTakesNoByteIsAnError) {
+  most_written = 0;
+  const Status status = verdict([&] { save(directory_, 7); });
+  most_written = SIZE_MAX;
+  EXPECT_EQ(status.code(), StatusCode::kIoError) << status.to_string();
+}
+
+TEST_F(SavedStateFiles, AreSavedWhereADirectoryCannotBeSynced) {
+  std::uint64_t step = 1;
+  for (const int error : {EINVAL, EOPNOTSUPP}) {
+    directory_sync_error = error;
+    save(directory_, ++step);
+    directory_sync_error = 0;
+    EXPECT_EQ(load(directory_), step);
+  }
+  directory_sync_error = EIO;
+  const Status status = verdict([&] { save(directory_, 7); });
+  directory_sync_error = 0;
+  EXPECT_EQ(status.code(), StatusCode::kIoError) << status.to_string();
+  EXPECT_EQ(load(directory_), step);
+}
+
+TEST_F(SavedStateFiles, AnOldStateThatCannotBeRemovedStays) {
+  save(directory_, 7);
+  holds_old_states = true;
+  save(directory_, 8);
+  holds_old_states = false;
+  EXPECT_EQ(load(directory_), 8U);
+  EXPECT_TRUE(fs::exists(file("step-000000000007/manifest.json")));
+  save(directory_, 9);
+  EXPECT_EQ(internal::state_names(StateDirectory(directory_)),
+            (std::vector<std::string>{"step-000000000009"}));
+}
+
 // A name is given only to bytes that are on the drive, and a later name only after an earlier one is.
 TEST_F(SavedStateFiles, IsOnTheDriveBeforeItHasAName) {
   std::vector<std::string> operations;
@@ -914,6 +966,20 @@ TEST_F(SavedStateFiles, APlantedLinkIsNotFollowed) {
   fs::create_symlink(file("precious"), file(".lock"));
   EXPECT_EQ(verdict([&] { save(directory_, 2); }).code(), StatusCode::kIoError);
   EXPECT_EQ(load(directory_), 1U);
+  fs::remove(file(".lock"));
+  fs::create_hard_link(file("precious"), file(".lock"));
+  const Status linked = verdict([&] { save(directory_, 2); });
+  EXPECT_NE(linked.message().find("it is no lock of forebay"), std::string::npos) << linked.to_string();
+  std::ifstream stream(file("precious"));
+  std::string text;
+  std::getline(stream, text);
+  EXPECT_EQ(text, "precious");
+  // As in a copy of the directory by links.
+  fs::remove(file(".lock"));
+  save(directory_, 2);
+  fs::create_hard_link(file(".lock"), file("copy"));
+  save(directory_, 3);
+  EXPECT_EQ(load(directory_), 3U);
 }
 
 TEST_F(SavedStateFiles, OnlyRegularFilesAreRead) {
