@@ -43,7 +43,7 @@ class OneRank(unittest.TestCase):
         statistics = offloaded.report()["statistics"]
         self.assertGreater(statistics["spilled_bytes"], 0)
         self.assertEqual(statistics["save_count"], statistics["load_count"])
-        self.assertEqual(sum(one.alive for one in offloaded.in_flight), 0)
+        self.assertEqual([one for one in offloaded.in_flight if one.alive], [])
         return offloaded
 
     def test_plain(self):
@@ -109,7 +109,7 @@ class OneRank(unittest.TestCase):
         self.assertEqual(seen, expected)
         del _
         gc.collect()
-        self.assertEqual(sum(one.alive for one in offloaded.in_flight), 0)
+        self.assertEqual([one for one in offloaded.in_flight if one.alive], [])
 
     def test_a_sharded_model(self):
         digests = []
@@ -236,6 +236,31 @@ class OneRank(unittest.TestCase):
         y = torch.ones(64, 64, requires_grad=True)
         y.exp().sum().backward()  # Autograd saves this outside of the model.
         self.assertEqual(y.grad.sum().item(), y.exp().sum().item())
+
+    def test_an_interrupt_within_a_save(self):
+        model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
+        x = torch.ones(6, 8)
+        for interrupts_before in (True, False):
+            with forebay.offload_activations(model, least_bytes=0) as offload:
+                for _ in range(2):
+                    model(x).sum().backward()
+                save, calls = offload.checkpointer.save, []
+
+                def interrupted(*arguments, **options):
+                    calls.append(1)
+                    if len(calls) == 2 and interrupts_before:
+                        raise KeyboardInterrupt
+                    save(*arguments, **options)
+                    if len(calls) == 2:
+                        raise KeyboardInterrupt
+
+                offload.checkpointer.save = interrupted
+                with self.assertRaises(KeyboardInterrupt):
+                    model(x)
+                before = offload.report()["statistics"]["save_count"]
+                for _ in range(3):
+                    model(x).sum().backward()
+                self.assertEqual(offload.report()["statistics"]["save_count"], before + 3 * len(offload.sizes))
 
     def test_what_waits_off_the_device(self):
         """Tensors of `least_bytes` and of half of their storage at least, but no weights and no buffers."""
@@ -400,6 +425,24 @@ class Threads(unittest.TestCase):
         self.assertGreater(saves[0], 0)
         self.assertEqual(saves, saves[:1] * 3)
 
+    def test_a_rank_that_drops_a_pass_alone_goes_on(self):
+        """Nothing is shared: each rank saves and drops what it has."""
+        counts = [[], []]
+        replicas = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in counts]
+
+        def run(rank, communicator):
+            with forebay.offload_activations(replicas[rank], group=communicator, least_bytes=0) as offload:
+                for step in range(6):
+                    # The last rank has another size in some steps, which stays on the device.
+                    result = replicas[rank](torch.full((7 if rank and step == 4 else 6, 8), rank + 1.0)).sum()
+                    if step != 2 or rank == 0:
+                        result.backward()
+                    del result
+                    counts[rank].append(offload.report()["statistics"]["save_count"] if step else 0)
+
+        self.in_group(2, run, deadline=10000)
+        self.assertEqual(counts, [[0, 2, 4, 6, 8, 10], [0, 2, 4, 6, 6, 8]])
+
     def test_ranks_that_free_a_pass_at_different_times(self):
         """The first rank keeps a result that the others drop, in one step or for good."""
         def made():
@@ -441,7 +484,9 @@ class Threads(unittest.TestCase):
                         results[rank] = found, offload.report()["statistics"]["save_count"]
 
                 self.in_group(ranks, run, deadline=10000)
-                for rank, (found, count) in enumerate(results):
+                for rank, result in enumerate(results):
+                    self.assertIsNotNone(result, (ranks, rank))
+                    found, count = result
                     self.assertGreater(count, 0)
                     for step in range(6):
                         for one, other in zip(found[step], expected[step]):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import numbers
 import warnings
-from typing import Any, Dict, List, NamedTuple, Optional, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Set, Tuple
 
 import torch
 from torch import nn
@@ -26,7 +26,7 @@ class _Pass:
     def __init__(self, number: int) -> None:
         self.number = number
         self.saved = 0  # Storages so far.
-        self.alive = 0  # Saved activations that no backward pass has taken yet.
+        self.alive: Set[int] = set()  # Slots of saved activations that no backward pass has taken yet.
         self.known: Dict[Any, Tuple[StorageWeakRef, "_Saved"]] = {}
 
 
@@ -37,9 +37,15 @@ class _Saved:
         self.owner, self.of, self.slot = owner, of, slot
         self.size = storage.nbytes()
         self.restored: Optional[torch.UntypedStorage] = None
-        owner.checkpointer.save(0, slot, of.number, storage.data_ptr(), self.size, stream=owner.stream())
+        # Before the call: where KeyboardInterrupt ends it, __del__() discards what it may have saved.
         self.is_saved = True
-        of.alive += 1
+        of.alive.add(slot)
+        owner.held.add((of.number, slot))
+        try:
+            owner.checkpointer.save(0, slot, of.number, storage.data_ptr(), self.size, stream=owner.stream())
+        except Exception:
+            self.forget()
+            raise
         owner.wait()
 
     def load(self) -> torch.UntypedStorage:
@@ -58,18 +64,20 @@ class _Saved:
 
     def forget(self) -> None:
         self.is_saved = False
-        self.of.alive -= 1
+        self.owner.held.discard((self.of.number, self.slot))
+        self.of.alive.discard(self.slot)
 
     def __del__(self) -> None:
         if not getattr(self, "is_saved", False):
             return
         if self.owner.communicator.size > 1:
             self.owner.freed.append((self.of, self.slot))
+            self.owner.held.discard((self.of.number, self.slot))
             return
+        self.forget()
         try:
             self.owner.checkpointer.discard(0, self.slot, self.of.number)
-            self.forget()
-        except Exception:  # The checkpointer is closed.
+        except Exception:  # The checkpointer is closed, or KeyboardInterrupt came before it had saved.
             pass
 
 
@@ -123,6 +131,7 @@ class ActivationOffload:
         # Saved activations whose graph is gone on this rank. When it goes depends on the rank (garbage collection, a
         # reference that one of them keeps), and the order of the gathers on what is in flight.
         self.freed: List[Tuple[_Pass, int]] = []
+        self.held: Set[Tuple[int, int]] = set()  # Pass and slot of what a graph of this rank can load.
         self.hooks: Optional[torch.autograd.graph.saved_tensors_hooks] = None
         self.depth, self.count = 0, 0
         self.skipped: set = set()
@@ -203,28 +212,34 @@ class ActivationOffload:
             return None
         if slot >= len(self.sizes):
             return None
-        has_place = size == self.sizes[slot] and (of.alive > 0 or len(self.in_flight) < self.passes)
+        has_place = size == self.sizes[slot] and (bool(of.alive) or len(self.in_flight) < self.passes)
         if self.partitioned[slot]:  # All ranks decide alike, since they gather it together.
             has_place = self._is_shared(has_place, storage)
         return _Saved(self, of, slot, storage) if has_place else None
 
     def _discard_freed(self) -> None:
-        """Discards what no rank of the group can load any more. Collective."""
+        """Discards what was freed and is held on no rank of the group any more. Collective."""
         if self.communicator.size == 1:
             return
-        keys = [of.number.to_bytes(8, "little") + slot.to_bytes(8, "little") for of, slot in self.freed]
-        counts = [int.from_bytes(one, "little") for one in self.communicator.exchange(len(keys).to_bytes(8, "little"))]
-        if min(counts) == 0:
+        freed = list(self.freed)
+        held = [number.to_bytes(8, "little") + slot.to_bytes(8, "little") for number, slot in list(self.held)]
+        mine = len(freed).to_bytes(8, "little") + len(held).to_bytes(8, "little")
+        counts = [(int.from_bytes(one[:8], "little"), int.from_bytes(one[8:], "little"))
+                  for one in self.communicator.exchange(mine)]
+        if not any(count for count, _ in counts):
             return
-        everyone = self.communicator.exchange(b"".join(keys).ljust(16 * max(counts)))
-        common = set.intersection(*({one[at:at + 16] for at in range(0, 16 * count, 16)} for one, count in zip(everyone, counts)))
-        parted: Tuple[List[Any], List[Any]] = ([], [])
-        for one, key in zip(self.freed, keys):
-            parted[key in common].append(one)
-        self.freed[:len(keys)] = parted[False]
-        for of, slot in parted[True]:
-            of.alive -= 1
-            self.checkpointer.discard(0, slot, of.number)
+        most = max(count for _, count in counts)
+        everyone = self.communicator.exchange(b"".join(held).ljust(16 * most))
+        holding = {one[at:at + 16] for one, (_, count) in zip(everyone, counts) for at in range(0, 16 * count, 16)}
+        for of, slot in freed:
+            if of.number.to_bytes(8, "little") + slot.to_bytes(8, "little") in holding:
+                continue
+            try:
+                self.checkpointer.discard(0, slot, of.number)
+            except InvalidArgument:  # KeyboardInterrupt came before it had saved.
+                pass
+            of.alive.discard(slot)
+            self.freed.remove((of, slot))
 
     def _sum_of(self, storage: torch.UntypedStorage) -> int:
         """A hash of all bytes and their places, computed where they are."""

@@ -97,11 +97,16 @@ bool is_lock_of_another(int file, const std::string& holder) {
 
 // The name may be a hard link to another file of this user, and the lock is written over it.
 void check_is_lock(int file, const std::string& path) {
+  struct stat facts {};
   std::string begin(std::strlen(kHolderBegin), '\0');
-  const ssize_t count = ::pread(file, begin.data(), begin.size(), 0);  // Less while its holder writes it.
-  if (count < 0) io_error("read", path);
-  begin.resize(static_cast<std::size_t>(count));
-  if (std::string_view(kHolderBegin).starts_with(begin)) return;
+  if (::fstat(file, &facts) == 0 && S_ISREG(facts.st_mode)) {
+    const ssize_t count = ::pread(file, begin.data(), begin.size(), 0);  // Less while its holder writes it.
+    if (count < 0) io_error("read", path);
+    begin.resize(static_cast<std::size_t>(count));
+    // Zeros: the host lost its power before the text was on the drive.
+    if (std::string_view(kHolderBegin).starts_with(begin) || begin.find_first_not_of('\0') == begin.npos)
+      return;
+  }
   throw Error(StatusCode::kUnavailable,
               "cannot lock " + shown_path(path) + ": it is no lock of forebay; move that file");
 }
@@ -341,10 +346,11 @@ StateLock::StateLock(const StateDirectory& directory, bool saves) : saves_(saves
   }
 
   const std::string path = directory.path() + "/" + kLockName;
-  const int number =
-      opened_at(directory.descriptor_.number(), kLockName, path, O_RDWR | O_CREAT | O_NOFOLLOW, 0600);
-  StateFile file(Descriptor(number), path);
+  Descriptor opened(
+      opened_at(directory.descriptor_.number(), kLockName, path, O_RDWR | O_CREAT | O_NOFOLLOW, 0600));
+  const int number = opened.number();
   check_is_lock(number, path);
+  StateFile file(std::move(opened), path);
   keep_from_others(number);
   struct flock lock {};
   lock.l_type = F_WRLCK;

@@ -101,7 +101,7 @@ void read_gpt2(const Config& config, GptShape& shape) {
   config.expect("scale_attn_by_inverse_layer_idx", {false});
   config.expect("add_cross_attention", {false});
   config.expect("tie_word_embeddings", {true});
-  config.expect("is_causal", {true, nullptr});
+  config.expect("is_causal", {true});
   shape.layers = config.size("n_layer");
   shape.hidden = config.size("n_embd");
   shape.heads = config.size("n_head");
@@ -116,7 +116,7 @@ void read_llama(const Config& config, GptShape& shape) {
   config.expect("attention_bias", {false});
   config.expect("mlp_bias", {false});
   config.expect("pretraining_tp", {1});
-  config.expect("is_causal", {true, nullptr});
+  config.expect("is_causal", {true});
   shape.kind = ModelKind::kLlama;
   shape.layers = config.size("num_hidden_layers");
   shape.hidden = config.size("hidden_size");

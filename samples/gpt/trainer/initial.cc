@@ -80,10 +80,11 @@ void set_from_file(const std::vector<GptUnit>& units, const std::string& path, c
     for (const GptUnit& unit : units) {
       for (const GptParameter& parameter : unit.parameters) {
         if (is_token_embedding(parameter.name) && !has_same_bits(files, kHead, name_of(parameter))) {
-          throw Error(StatusCode::kUnsupported,
-                      "--initial " + shown_path(path) + ": its " + kHead + " is not its " + parameter.name +
-                          ", and this model uses one tensor for both; give another model, or "
-                          "for Llama \"tie_word_embeddings\": false in its config.json");
+          throw Error(StatusCode::kUnsupported, "--initial " + shown_path(path) + ": its " + kHead +
+                                                    " has other values than its " + parameter.name +
+                                                    ", and this model uses one tensor for both; remove it "
+                                                    "from the file if it should be the same, "
+                                                    "or give another model");
         }
       }
     }

@@ -974,6 +974,12 @@ TEST_F(SavedStateFiles, APlantedLinkIsNotFollowed) {
   std::string text;
   std::getline(stream, text);
   EXPECT_EQ(text, "precious");
+  fs::remove(file(".lock"));
+  ASSERT_EQ(::mkfifo(file(".lock").c_str(), 0600), 0);
+  EXPECT_NE(verdict([&] { save(directory_, 2); }).message().find("it is no lock"), std::string::npos);
+  fs::remove(file(".lock"));
+  std::ofstream(file(".lock")) << std::string(60, '\0');  // As after a power failure.
+  save(directory_, 2);
   // As in a copy of the directory by links.
   fs::remove(file(".lock"));
   save(directory_, 2);
