@@ -444,7 +444,7 @@ class Threads(unittest.TestCase):
         self.assertEqual(counts, [[0, 2, 4, 6, 8, 10], [0, 2, 4, 6, 6, 8]])
 
     def test_ranks_that_free_a_pass_at_different_times(self):
-        """The first rank keeps a result that the others drop, in one step or for good."""
+        """The first rank keeps a result that the others drop, for two steps or for good."""
         def made():
             torch.manual_seed(0)
             return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
@@ -452,35 +452,32 @@ class Threads(unittest.TestCase):
         def batch(number):
             return torch.randn(6, 8, generator=torch.Generator().manual_seed(number))
 
-        def gradients(model, step, kept, monitor):
+        def gradients(model, step, kept, keeps):
             model.zero_grad()
             first = model(batch(step)).pow(2).mean()
-            if monitor:
-                result = model(batch(step + 50))
+            result = model(batch(step + 50))  # For a log.
+            if keeps and not kept:
                 kept.append(result)
-                if len(kept) > 1 or not monitor(step):
-                    kept.pop()
-                del result
+            del result
             second = model(batch(step + 90)).pow(2).mean()
             first.backward()
             second.backward()
             return [p.grad.clone() for p in model.parameters()]
 
         plain = made()
-        expected = [gradients(plain, step, [], None) for step in range(6)]
+        expected = [gradients(plain, step, [], False) for step in range(6)]
         for ranks in (2, 3):
-            for keep_s in (range(1, 3), range(1, 9)):
+            for until in (3, 9):
                 results = [None] * ranks
                 replicas = [made() for _ in range(ranks)]
 
                 def run(rank, communicator):
-                    kept = []
+                    kept, found = [], []
                     with forebay.offload_activations(replicas[rank], group=communicator, least_bytes=0, passes=3) as offload:
-                        found = []
                         for step in range(6):
-                            if step not in keep_s:
+                            if step >= until:
                                 kept.clear()
-                            found.append(gradients(replicas[rank], step, kept, lambda at: rank == 0 and at in keep_s))
+                            found.append(gradients(replicas[rank], step, kept, rank == 0 and 1 <= step < until))
                         results[rank] = found, offload.report()["statistics"]["save_count"]
 
                 self.in_group(ranks, run, deadline=10000)

@@ -40,7 +40,6 @@ class _Saved:
         # Before the call: where KeyboardInterrupt ends it, __del__() discards what it may have saved.
         self.is_saved = True
         of.alive.add(slot)
-        owner.held.add((of.number, slot))
         try:
             owner.checkpointer.save(0, slot, of.number, storage.data_ptr(), self.size, stream=owner.stream())
         except Exception:
@@ -64,7 +63,6 @@ class _Saved:
 
     def forget(self) -> None:
         self.is_saved = False
-        self.owner.held.discard((self.of.number, self.slot))
         self.of.alive.discard(self.slot)
 
     def __del__(self) -> None:
@@ -72,7 +70,6 @@ class _Saved:
             return
         if self.owner.communicator.size > 1:
             self.owner.freed.append((self.of, self.slot))
-            self.owner.held.discard((self.of.number, self.slot))
             return
         self.forget()
         try:
@@ -131,7 +128,6 @@ class ActivationOffload:
         # Saved activations whose graph is gone on this rank. When it goes depends on the rank (garbage collection, a
         # reference that one of them keeps), and the order of the gathers on what is in flight.
         self.freed: List[Tuple[_Pass, int]] = []
-        self.held: Set[Tuple[int, int]] = set()  # Pass and slot of what a graph of this rank can load.
         self.hooks: Optional[torch.autograd.graph.saved_tensors_hooks] = None
         self.depth, self.count = 0, 0
         self.skipped: set = set()
@@ -222,17 +218,16 @@ class ActivationOffload:
         if self.communicator.size == 1:
             return
         freed = list(self.freed)
-        held = [number.to_bytes(8, "little") + slot.to_bytes(8, "little") for number, slot in list(self.held)]
-        mine = len(freed).to_bytes(8, "little") + len(held).to_bytes(8, "little")
-        counts = [(int.from_bytes(one[:8], "little"), int.from_bytes(one[8:], "little"))
-                  for one in self.communicator.exchange(mine)]
-        if not any(count for count, _ in counts):
+        gone = set(freed)
+        held = " ".join(f"{of.number}/{slot}" for of in self.in_flight for slot in of.alive if (of, slot) not in gone).encode()
+        sizes = [[int(word) for word in one.split()]
+                 for one in self.communicator.exchange(f"{len(held)} {len(freed)}".encode().ljust(64))]
+        if not any(count for _, count in sizes):
             return
-        most = max(count for _, count in counts)
-        everyone = self.communicator.exchange(b"".join(held).ljust(16 * most))
-        holding = {one[at:at + 16] for one, (_, count) in zip(everyone, counts) for at in range(0, 16 * count, 16)}
+        everyone = self.communicator.exchange(held.ljust(max(size for size, _ in sizes)))
+        holding = {key for one in everyone for key in one.decode().split()}
         for of, slot in freed:
-            if of.number.to_bytes(8, "little") + slot.to_bytes(8, "little") in holding:
+            if f"{of.number}/{slot}" in holding:
                 continue
             try:
                 self.checkpointer.discard(0, slot, of.number)
