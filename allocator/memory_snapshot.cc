@@ -10,6 +10,7 @@
 #include <string_view>
 
 #include "forebay/check.h"
+#include "forebay/output_pipe.h"
 #include "forebay/text.h"
 
 namespace forebay {
@@ -169,15 +170,9 @@ class Pickle {
   }
 
   void flush() {
-    for (std::size_t done = 0; done < used_ && status_.ok();) {
-      const ssize_t written = ::write(file_, buffer_ + done, used_ - done);
-      if (written > 0) {
-        done += static_cast<std::size_t>(written);
-      } else if (written == 0 || errno != EINTR) {
-        const int error = written == 0 ? ENOSPC : errno;
-        fail(Status(StatusCode::kIoError, "cannot write a memory snapshot: ", std::strerror(error),
-                    "; free some space or give another file"));
-      }
+    if (status_.ok() && write_all(file_, buffer_, used_) < used_) {
+      fail(Status(StatusCode::kIoError, "cannot write a memory snapshot: ", std::strerror(errno),
+                  "; free some space or give another file"));
     }
     used_ = 0;
   }

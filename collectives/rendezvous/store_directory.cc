@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "collectives/rendezvous/authentication.h"
+#include "forebay/output_pipe.h"
 #include "forebay/text.h"
 
 namespace forebay::internal {
@@ -331,13 +332,9 @@ Result<std::string> StoreDirectory::write_temporary(std::string_view content) {
                                    std::to_string(counter.fetch_add(1)));
   const int descriptor = ::open(name.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600);
   if (descriptor < 0) return io_error("cannot make a file in the store directory " + path_);
-  bool failed = false;
-  while (!failed && !content.empty()) {
-    const ssize_t count = ::write(descriptor, content.data(), content.size());
-    if (count > 0) content.remove_prefix(static_cast<std::size_t>(count));
-    failed = count < 0 && errno != EINTR;
-  }
-  Status status = failed ? io_error("cannot write " + name) : Status();
+  Status status;
+  if (write_all(descriptor, content.data(), content.size()) < content.size())
+    status = io_error("cannot write " + name);
   // A network file system may report only now that it could not write.
   if (close(descriptor) != 0 && status.ok()) status = io_error("cannot write " + name);
   if (status.ok()) return name;

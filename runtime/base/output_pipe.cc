@@ -29,4 +29,17 @@ int open_output_pipe(const char* path, int flags) noexcept {
   return file;
 }
 
+std::size_t write_all(int file, const void* data, std::size_t bytes) noexcept {
+  std::size_t done = 0;
+  while (done < bytes) {
+    const ssize_t count = ::write(file, static_cast<const char*>(data) + done, bytes - done);
+    if (count < 0 && errno == EINTR) continue;
+    // Some file systems say 0 where others have an error. Asked again they would say it for ever.
+    if (count == 0) errno = ENOSPC;
+    if (count <= 0) break;
+    done += static_cast<std::size_t>(count);
+  }
+  return done;
+}
+
 }  // namespace forebay

@@ -554,20 +554,25 @@ TEST_F(Safetensors, AConfigOfWhatThereIsNotIsRefusedByItsKey) {
   };
   const GptShape gpt2;
   const GptShape llama{.kind = ModelKind::kLlama};
-  const std::string no_number = ", not a number from 1 to 16777216";
+  const auto no_number = [](std::string_view key) {
+    return std::string(", not a number from 1 to ") +
+           (key.ends_with("_layer") || key.ends_with("_layers") ? "65536" : "16777216");
+  };
   for (const char* const key : {"n_layer", "n_embd", "n_head", "n_positions", "vocab_size"}) {
-    EXPECT_EQ(found(gpt2, key, 0), "0" + no_number) << key;
-    EXPECT_EQ(found(gpt2, key, nullptr), "missing" + no_number) << key;
-    EXPECT_EQ(found(gpt2, key, "absent"), "missing" + no_number) << key;
-    EXPECT_EQ(found(gpt2, key, 16777217), "16777217" + no_number) << key;
-    EXPECT_EQ(found(gpt2, key, 1.5), "1.5" + no_number) << key;
+    EXPECT_EQ(found(gpt2, key, 0), "0" + no_number(key)) << key;
+    EXPECT_EQ(found(gpt2, key, nullptr), "missing" + no_number(key)) << key;
+    EXPECT_EQ(found(gpt2, key, "absent"), "missing" + no_number(key)) << key;
+    EXPECT_EQ(found(gpt2, key, 16777217), "16777217" + no_number(key)) << key;
+    EXPECT_EQ(found(gpt2, key, 1.5), "1.5" + no_number(key)) << key;
   }
-  EXPECT_EQ(found(gpt2, "n_layer", 16777216), "taken");
+  EXPECT_EQ(found(gpt2, "n_layer", 65537), "65537" + no_number("n_layer"));
+  EXPECT_EQ(found(gpt2, "n_layer", 65536), "taken");
+  EXPECT_EQ(found(gpt2, "vocab_size", 16777216), "taken");
   EXPECT_EQ(found(gpt2, "n_inner", "absent"), "taken");
-  EXPECT_EQ(found(gpt2, "n_inner", 0), "0" + no_number);
+  EXPECT_EQ(found(gpt2, "n_inner", 0), "0" + no_number("n_inner"));
   for (const char* const key : {"num_hidden_layers", "hidden_size", "num_attention_heads",
                                 "intermediate_size", "max_position_embeddings", "vocab_size"})
-    EXPECT_EQ(found(llama, key, 0), "0" + no_number) << key;
+    EXPECT_EQ(found(llama, key, 0), "0" + no_number(key)) << key;
   EXPECT_EQ(found(llama, "num_key_value_heads", nullptr), "taken");
 
   const auto only = [](const std::string& value, const std::string& known) {

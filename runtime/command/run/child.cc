@@ -5,6 +5,7 @@
 #include <signal.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
+#include <sys/xattr.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -139,12 +140,17 @@ std::string obstacle_of(const std::string& path, std::string* interpreter) {
     // Rights count for programs, not for scripts.
     const bool has_rights = ((facts.st_mode & S_ISUID) != 0 && facts.st_uid != ::getuid()) ||
                             ((facts.st_mode & S_ISGID) != 0 && facts.st_gid != ::getgid());
+    // The kernel ignores capabilities of a file for root, who has them all.
+    const bool has_capabilities = ::getuid() != 0 && ::fgetxattr(file, "security.capability", nullptr, 0) > 0;
     if (is_static(file)) {
       obstacle = path + " is linked statically, and nothing can be preloaded under it";
     } else if (has_rights && interpreter->empty()) {
       obstacle =
           path +
           " runs with another user's or group's rights (set-uid), and the system preloads nothing under it";
+    } else if (has_capabilities && interpreter->empty()) {
+      obstacle =
+          path + " has capabilities of its own (getcap shows them), and the system preloads nothing under it";
     }
   }
   ::close(file);

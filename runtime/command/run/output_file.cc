@@ -20,14 +20,9 @@ Status cannot_write(const std::string& path, const std::string& reason,
   return {StatusCode::kIoError, "cannot write " + shown_path(path) + ": " + reason + "; " + advice};
 }
 
-Status write_all(int file, const std::string& text) {
-  for (std::size_t done = 0; done < text.size();) {
-    const ssize_t count = ::write(file, text.data() + done, text.size() - done);
-    if (count < 0 && errno == EINTR) continue;
-    if (count <= 0) return {StatusCode::kIoError, std::strerror(count == 0 ? ENOSPC : errno)};
-    done += static_cast<std::size_t>(count);
-  }
-  return {};
+Status write_text(int file, const std::string& text) {
+  if (write_all(file, text.data(), text.size()) == text.size()) return {};
+  return {StatusCode::kIoError, std::strerror(errno)};
 }
 
 Status refusal(const std::string& option, const std::string& path, const std::string& reason) {
@@ -188,18 +183,18 @@ Status write_run_file(const std::string& path, const std::function<Status(int fi
 }
 
 Status write_run_text(const std::string& path, const std::string& text) {
-  return write_run_file(path, [&](int file) { return write_all(file, text); });
+  return write_run_file(path, [&](int file) { return write_text(file, text); });
 }
 
 Status write_report_file(const std::string& path, const std::string& text, bool replaces) {
   return write_whole(
-      path, path, [&](int file) { return write_all(file, text); }, replaces ? ::rename : rename_to_new);
+      path, path, [&](int file) { return write_text(file, text); }, replaces ? ::rename : rename_to_new);
 }
 
 Status overwrite_run_text(const std::string& path, const std::string& text) {
   const int file = ::open(path.c_str(), O_WRONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
   if (file < 0) return cannot_write(path, std::strerror(errno));
-  Status written = write_all(file, text);
+  Status written = write_text(file, text);
   if (written.ok() && ::ftruncate(file, static_cast<off_t>(text.size())) != 0) {
     written = Status(StatusCode::kIoError, std::strerror(errno));
   }

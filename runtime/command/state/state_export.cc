@@ -18,6 +18,7 @@
 #include "forebay/conversions.h"
 #include "forebay/descriptor.h"
 #include "forebay/error.h"
+#include "forebay/output_pipe.h"
 #include "forebay/text.h"
 #include "forebay/units.h"
 
@@ -55,14 +56,7 @@ class NewFile {
   NewFile& operator=(const NewFile&) = delete;
 
   void write(const void* data, std::size_t bytes) {
-    const auto* at = static_cast<const char*>(data);
-    while (bytes > 0) {
-      const ssize_t written = ::write(file_.number(), at, bytes);
-      if (written < 0 && errno == EINTR) continue;
-      if (written <= 0) cannot_write(path_, written == 0 ? ENOSPC : errno);
-      at += written;
-      bytes -= static_cast<std::size_t>(written);
-    }
+    if (write_all(file_.number(), data, bytes) < bytes) cannot_write(path_, errno);
   }
   // And closes: there may be many files.
   void sync() {

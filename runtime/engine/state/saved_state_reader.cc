@@ -160,6 +160,20 @@ struct SavedStateReader::Impl {
     parameter.has_shape = true;
   }
 
+  void visit(const std::string& name, SavedField field,
+             const std::function<void(std::span<const float>)>& visit) {
+    try {
+      state.visit(name, field_name(field), kPieceCount, visit);
+    } catch (const Error& error) {
+      if (error.code() != StatusCode::kIoError || std::filesystem::exists(facts.path)) throw;
+      throw Error(
+          StatusCode::kUnavailable,
+          "saved state " + shown_path(facts.path) +
+              " was removed while it was read, as a job does that saves a newer one; try again, or let "
+              "the job keep more states");
+    }
+  }
+
   SavedState state;
   SavedStateFacts facts;
 };
@@ -189,9 +203,8 @@ const SavedStateFacts& SavedStateReader::facts() const {
 
 void SavedStateReader::read(const SavedParameter& parameter, SavedField field,
                             const std::function<void(Span<const float>)>& visit) {
-  impl_->state.visit(parameter.name, field_name(field), kPieceCount, [&](std::span<const float> piece) {
-    visit(Span<const float>(piece.data(), piece.size()));
-  });
+  impl_->visit(parameter.name, field,
+               [&](std::span<const float> piece) { visit(Span<const float>(piece.data(), piece.size())); });
 }
 
 void SavedStateReader::verify(const std::function<void(std::uint64_t, std::uint64_t)>& progress) {
@@ -209,8 +222,7 @@ void SavedStateReader::verify(const std::function<void(std::uint64_t, std::uint6
   }
   for (const auto& [name, tensor] : impl_->state.tensors()) {
     if (!tensor.is_factors) continue;
-    impl_->state.visit(name, field_name(SavedField::kV), kPieceCount,
-                       [&](std::span<const float> piece) { count(piece.size()); });
+    impl_->visit(name, SavedField::kV, [&](std::span<const float> piece) { count(piece.size()); });
   }
   for (const SavedParameter& parameter : impl_->facts.parameters) {
     for (const SavedField field :

@@ -21,6 +21,7 @@
 
 #include "forebay/error.h"
 #include "forebay/log.h"
+#include "forebay/output_pipe.h"
 #include "forebay/text.h"
 
 namespace forebay::internal {
@@ -111,6 +112,17 @@ void check_is_lock(int file, const std::string& path) {
               "cannot lock " + shown_path(path) + ": it is no lock of forebay; move that file");
 }
 
+// Otherwise the error would be that the file cannot be opened.
+void refuse_lock_of_another_user(int directory, const std::string& path) {
+  struct stat facts {};
+  if (::faccessat(directory, kLockName, R_OK | W_OK, AT_EACCESS) == 0 || errno != EACCES ||
+      ::fstatat(directory, kLockName, &facts, AT_SYMLINK_NOFOLLOW) != 0 || facts.st_uid == ::geteuid())
+    return;
+  throw Error(StatusCode::kUnavailable,
+              "cannot lock " + shown_path(path) + ": it is user " + std::to_string(facts.st_uid) +
+                  "'s, who saved a state there; give each user a directory of its own");
+}
+
 // A user who can open the file can hold a lock on it. Earlier versions made it for all users to read.
 void keep_from_others(int file) {
   struct stat facts {};
@@ -152,16 +164,11 @@ std::uint64_t StateFile::bytes() const {
 }
 
 void StateFile::write(const void* data, std::uint64_t bytes) {
-  const auto* at = static_cast<const char*>(data);
-  while (bytes > 0) {
-    const ssize_t written = ::write(descriptor_.number(), at, bytes);
-    if (written < 0 && errno == EINTR) continue;
-    // The file system wants larger pages, or it wrote a part of one.
-    if (written < 0 && errno == EINVAL && is_direct() && set_direct(false)) continue;
-    // Some file systems say 0 where others have an error. Asked again they would say it for ever.
-    if (written <= 0) io_error("write", path_, written == 0 ? ENOSPC : errno);
-    at += written;
-    bytes -= static_cast<std::uint64_t>(written);
+  const auto* const at = static_cast<const char*>(data);
+  std::uint64_t done = 0;
+  while ((done += write_all(descriptor_.number(), at + done, bytes - done)) < bytes) {
+    // EINVAL: the file system wants larger pages, or it wrote a part of one.
+    if (errno != EINVAL || !is_direct() || !set_direct(false)) io_error("write", path_);
   }
 }
 
@@ -346,6 +353,7 @@ StateLock::StateLock(const StateDirectory& directory, bool saves) : saves_(saves
   }
 
   const std::string path = directory.path() + "/" + kLockName;
+  refuse_lock_of_another_user(directory.descriptor_.number(), path);
   Descriptor opened(
       opened_at(directory.descriptor_.number(), kLockName, path, O_RDWR | O_CREAT | O_NOFOLLOW, 0600));
   const int number = opened.number();

@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <exception>
 #include <map>
 #include <memory>
 #include <new>
@@ -80,7 +81,11 @@ std::string dump(const auto& json, int indent) {
 void remove_unfinished(const StateDirectory& directory) {
   for (const std::string& name : directory.names()) {
     for (const std::string_view prefix : {kTemporaryPrefix, kRemovedPrefix}) {
-      if (name.starts_with(prefix) && is_state_name(name.substr(prefix.size()))) directory.remove(name);
+      if (!name.starts_with(prefix) || !is_state_name(name.substr(prefix.size()))) continue;
+      directory.remove(name);
+      if (directory.has(name))
+        log(LogLevel::kWarning, "%s/%s cannot be removed; remove it yourself", directory.path().c_str(),
+            name.c_str());
     }
   }
 }
@@ -116,7 +121,6 @@ void remove_all_but(const StateDirectory& directory, const std::string& newest, 
       try {
         remove_state(directory, name);
       } catch (const Error& error) {
-        // The new state has its name.
         log(LogLevel::kWarning, "an old saved state stays: %s", error.what());
       }
     }
@@ -648,8 +652,13 @@ void publish_state(const StateDirectory& directory, const std::string& name, Jso
   directory.write_synced(kNextLatest, target + "\n");
   directory.rename(kNextLatest, kLatest);
   directory.sync();
-  remove_unfinished(directory);
-  remove_all_but(directory, target, std::max(keep, 1));
+  try {
+    remove_unfinished(directory);
+    remove_all_but(directory, target, std::max(keep, 1));
+  } catch (const std::exception& error) {
+    // The new state has its name.
+    log(LogLevel::kWarning, "old saved states stay: %s", error.what());
+  }
 }
 
 }  // namespace forebay::internal

@@ -20,6 +20,7 @@ inline constexpr std::size_t kVocabulary = 256;  // The default: tokens are byte
 enum class ModelKind : std::uint8_t { kGpt2, kLlama };
 
 struct GptShape {
+  static constexpr std::size_t kLayersMax = 1 << 16;  // With more, describing the model takes minutes.
   std::size_t layers = 4;
   std::size_t hidden = 128;
   std::size_t heads = 4;

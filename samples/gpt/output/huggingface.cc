@@ -22,13 +22,12 @@ class Config {
       : path_(directory + "/config.json"), root_(read_json(path_)) {}
 
   // A missing or null value is `otherwise`, unless that is 0.
-  std::size_t size(const char* key, std::size_t otherwise = 0) const {
+  std::size_t size(const char* key, std::size_t otherwise = 0, std::size_t most = kSizeMax) const {
     const Json value = root_.value(key, Json());
     if (value.is_null() && otherwise > 0) return otherwise;
-    if (!value.is_number_unsigned() || value.get<std::uint64_t>() == 0 ||
-        value.get<std::uint64_t>() > kSizeMax) {
+    if (!value.is_number_unsigned() || value.get<std::uint64_t>() == 0 || value.get<std::uint64_t>() > most) {
       throw Error(StatusCode::kCorruption, shown_path(path_) + ": " + key + " is " + shown(value) +
-                                               ", not a number from 1 to " + std::to_string(kSizeMax) +
+                                               ", not a number from 1 to " + std::to_string(most) +
                                                "; download or export the model again");
     }
     return value.get<std::size_t>();
@@ -102,7 +101,7 @@ void read_gpt2(const Config& config, GptShape& shape) {
   config.expect("add_cross_attention", {false});
   config.expect("tie_word_embeddings", {true});
   config.expect("is_causal", {true});
-  shape.layers = config.size("n_layer");
+  shape.layers = config.size("n_layer", 0, GptShape::kLayersMax);
   shape.hidden = config.size("n_embd");
   shape.heads = config.size("n_head");
   shape.positions = config.size("n_positions");
@@ -118,7 +117,7 @@ void read_llama(const Config& config, GptShape& shape) {
   config.expect("pretraining_tp", {1});
   config.expect("is_causal", {true});
   shape.kind = ModelKind::kLlama;
-  shape.layers = config.size("num_hidden_layers");
+  shape.layers = config.size("num_hidden_layers", 0, GptShape::kLayersMax);
   shape.hidden = config.size("hidden_size");
   shape.heads = config.size("num_attention_heads");
   shape.kv_heads = config.size("num_key_value_heads", shape.heads);

@@ -107,15 +107,9 @@ OutputFile::~OutputFile() {
 }
 
 void OutputFile::write(const void* data, std::size_t bytes) {
-  const auto* next = static_cast<const char*>(data);
-  while (bytes > 0) {
-    const ssize_t written = ::write(file_, next, bytes);
-    if (written < 0 && errno == EINTR) continue;
-    if (written < 0) fail("writing", errno);
-    next += written;
-    written_bytes_ += static_cast<std::uint64_t>(written);
-    bytes -= static_cast<std::size_t>(written);
-  }
+  const std::size_t written = write_all(file_, data, bytes);
+  written_bytes_ += written;
+  if (written < bytes) fail("writing", errno);
 }
 
 void OutputFile::finish() {

@@ -126,7 +126,7 @@ void add_model_options(CLI::App& app, TrainerOptions& o, Words& words) {
       "Kind of the blocks: gpt2; llama, with RMSNorm, rotary position embeddings, SwiGLU, no biases, and "
       "a head of its own",
       "gpt2");
-  model.number("--layers", o.model.layers, 1, kSizeMax, "Transformer blocks");
+  model.number("--layers", o.model.layers, 1, GptShape::kLayersMax, "Transformer blocks");
   model.number("--hidden", o.model.hidden, 1, kSizeMax,
                "Columns of the residual stream, a multiple of --heads");
   model.number("--heads", o.model.heads, 1, kSizeMax, "Attention heads");

@@ -5,6 +5,7 @@
 #include <poll.h>
 #include <pty.h>
 #include <sys/stat.h>
+#include <sys/xattr.h>
 #include <termios.h>
 
 #include <filesystem>
@@ -666,6 +667,30 @@ TEST(RunCommand, ASetUidProgramIsReportedAsOutOfReach) {
   EXPECT_EQ(run.exit_code, 0);
   EXPECT_NE(position(run.output, "runs with another user's or group's rights (set-uid)"), std::string::npos)
       << run.output;
+}
+
+TEST(RunCommand, AProgramWithCapabilitiesIsReportedAsOutOfReach) {
+  if (::geteuid() != 0) GTEST_SKIP() << "only root can give a file capabilities";
+  const TemporaryDirectory directory;
+  ASSERT_EQ(::chmod(directory.path().c_str(), 0755), 0);
+  const std::string copy = directory / "echo";
+  std::filesystem::copy_file("/bin/echo", copy);
+  // Revision 2, effective: CAP_NET_BIND_SERVICE.
+  const std::uint32_t capabilities[5] = {0x02000001, 1 << 10, 0, 0, 0};
+  if (::setxattr(copy.c_str(), "security.capability", capabilities, sizeof capabilities, 0) != 0)
+    GTEST_SKIP() << "the file system keeps no capabilities";
+
+  const auto run_as = [&](const std::string& user, const std::vector<std::string>& command) {
+    std::vector<std::string> words = {"/usr/bin/env", "setpriv", "--reuid", user, "--clear-groups"};
+    words.insert(words.end(), command.begin(), command.end());
+    return run_program(words, on_the_fake());
+  };
+  if (run_as("65534", {FOREBAY_COMMAND, "--version"}).exit_code != 0)
+    GTEST_SKIP() << "there is no setpriv (package util-linux), or another user cannot reach "
+                 << FOREBAY_COMMAND;
+  const std::vector<std::string> command = {FOREBAY_COMMAND, "run", "--", copy, "hello"};
+  EXPECT_NE(position(run_as("65534", command).output, "has capabilities of its own"), std::string::npos);
+  EXPECT_EQ(position(run_as("0", command).output, "has capabilities of its own"), std::string::npos);
 }
 
 TEST(RunCommand, KeepsRecordsInTheGivenDirectory) {

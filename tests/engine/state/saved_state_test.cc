@@ -284,12 +284,14 @@ TEST_F(SavedStateFiles, AnotherUserCannotHoldTheLock) {
     constexpr uid_t kNobody = 65534;
     if (::setgid(kNobody) != 0 || ::setuid(kNobody) != 0) ::_exit(3);
     if (::access(file("latest").c_str(), R_OK) != 0) return report(out, 1);
-    report(out, ::open(file(".lock").c_str(), O_RDONLY) < 0 ? 2 : 3);
+    if (::open(file(".lock").c_str(), O_RDONLY) >= 0) return report(out, 3);
+    const Status status = verdict([&] { const StateLock lock{StateDirectory(directory_)}; });
+    report(out, status.message().find("it is user 0's") == std::string::npos ? 4 : 2);
   });
   std::uint64_t finding = 0;
   ASSERT_TRUE(stranger.next(finding));
   if (finding == 1) GTEST_SKIP() << "another user cannot reach TMPDIR";
-  EXPECT_EQ(finding, 2U) << "it could take a read lock";
+  EXPECT_EQ(finding, 2U) << "3: it could take a read lock, 4: it is not told whose the lock is";
 }
 
 TEST_F(SavedStateFiles, ALockOfAnotherProgramIsNotBlamedOnTheLastJob) {
@@ -617,6 +619,33 @@ TEST_F(SavedStateFiles, AnOldStateThatCannotBeRemovedStays) {
   save(directory_, 9);
   EXPECT_EQ(internal::state_names(StateDirectory(directory_)),
             (std::vector<std::string>{"step-000000000009"}));
+}
+
+TEST_F(SavedStateFiles, AStateIsSavedAlsoWhereOldOnesCannotBeListed) {
+  save(directory_, 7);
+  std::function<void(const std::string&)> list = [&](const std::string& name) {
+    // Only then: before that, the states must be listed.
+    if (name == "." && fs::exists(file("step-000000000008"))) throw std::bad_alloc();
+  };
+  before_open = &list;
+  save(directory_, 8);
+  before_open = nullptr;
+  EXPECT_EQ(load(directory_), 8U);
+}
+
+TEST_F(SavedStateFiles, OneThatIsRemovedWhileItIsReadIsNotCalledDamaged) {
+  SavedStateFacts facts;
+  facts.parameters = {{.name = "p", .count = 1}};
+  SavedStateWriter writer(directory_, facts);
+  const float value = 1;
+  writer.write({&value, 1});
+  writer.finish();
+  SavedStateReader reader(directory_);
+  fs::remove_all(reader.facts().path);
+  const Status status = verdict(
+      [&] { reader.read(reader.facts().parameters.front(), SavedField::kMaster, [](Span<const float>) {}); });
+  EXPECT_EQ(status.code(), StatusCode::kUnavailable) << status.to_string();
+  EXPECT_NE(status.message().find("was removed while it was read"), std::string::npos) << status.message();
 }
 
 // A name is given only to bytes that are on the drive, and a later name only after an earlier one is.
