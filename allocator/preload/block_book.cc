@@ -56,12 +56,12 @@ bool BlockBook::find(DevicePtr address, DevicePtr* begin, BlockFacts* facts) con
   return true;
 }
 
-void BlockBook::pin(DevicePtr begin, std::size_t bytes) {
+void BlockBook::pin(DevicePtr begin, std::size_t bytes, KnownOutside outside) {
   const std::lock_guard lock(mutex_);
   auto i = blocks_.upper_bound(begin);
   if (i != blocks_.begin() && number(std::prev(i)->first) + std::prev(i)->second.bytes > number(begin)) --i;
   for (; i != blocks_.end() && number(i->first) < number(begin) + bytes; ++i) {
-    if (i->second.device >= 0) i->second.is_pinned = true;
+    if (i->second.device >= 0) i->second.outside = std::max(i->second.outside, outside);
   }
 }
 
@@ -73,21 +73,28 @@ bool BlockBook::is_arena_address(DevicePtr address) const noexcept {
   });
 }
 
+// Requires: mutex_ is held. The caller destroys them without it.
+template <typename Condition>
+BlockBook::ParkedBlocks BlockBook::take_parked(Condition condition) {
+  ParkedBlocks taken;
+  for (auto i = parked_.begin(); i != parked_.end();) {
+    const auto entry = i++;
+    if (condition(entry->second.facts)) taken.insert(parked_.extract(entry));
+  }
+  parked_count_.store(parked_.size(), std::memory_order_relaxed);
+  return taken;
+}
+
 BlockBook::Blocks BlockBook::forget_device(int device) {
   Blocks gone;
   ParkedBlocks gone_parked;
   const std::lock_guard lock(mutex_);
+  gone_parked = take_parked([=](const BlockFacts& facts) { return facts.device == device; });
   for (auto i = blocks_.begin(); i != blocks_.end();) {
     const auto next = std::next(i);
     if (i->second.device == device) gone.insert(blocks_.extract(i));
     i = next;
   }
-  for (auto i = parked_.begin(); i != parked_.end();) {
-    const auto next = std::next(i);
-    if (i->second.facts.device == device) gone_parked.insert(parked_.extract(i));
-    i = next;
-  }
-  parked_count_.store(parked_.size(), std::memory_order_relaxed);
   ranges_[device].begin.store(UINTPTR_MAX, std::memory_order_relaxed);
   ranges_[device].end.store(0, std::memory_order_relaxed);
   return gone;
@@ -102,7 +109,7 @@ void BlockBook::park(DevicePtr address, const BlockFacts& facts, Stream stream) 
   parked_count_.store(parked_.size(), std::memory_order_relaxed);
 }
 
-DevicePtr BlockBook::unpark(int device, std::size_t bytes, Stream stream) {
+DevicePtr BlockBook::unpark(int device, std::size_t bytes, Stream stream, KnownOutside* outside) {
   if (parked_count_.load(std::memory_order_relaxed) == 0) return nullptr;
   ParkedBlocks::node_type node;
   const std::lock_guard lock(mutex_);
@@ -113,8 +120,27 @@ DevicePtr BlockBook::unpark(int device, std::size_t bytes, Stream stream) {
   });
   if (found == parked_.end()) return nullptr;
   node = parked_.extract(found);
+  *outside = node.mapped().facts.outside;
   parked_count_.store(parked_.size(), std::memory_order_relaxed);
   return node.key();
+}
+
+std::size_t BlockBook::parked_shared_bytes(int device) const {
+  if (parked_count_.load(std::memory_order_relaxed) == 0) return 0;
+  const std::lock_guard lock(mutex_);
+  std::size_t bytes = 0;
+  for (const auto& [address, parked] : parked_) {
+    if (parked.facts.device == device && parked.facts.outside == KnownOutside::kShared)
+      bytes += parked.facts.bytes;
+  }
+  return bytes;
+}
+
+BlockBook::ParkedBlocks BlockBook::take_parked_shared(int device) {
+  const std::lock_guard lock(mutex_);
+  return take_parked([=](const BlockFacts& facts) {
+    return facts.device == device && facts.outside == KnownOutside::kShared;
+  });
 }
 
 }  // namespace forebay

@@ -22,14 +22,20 @@ inline constexpr int kPreloadDeviceLimit = 64;
 // A block without an entry in the table of live blocks (events.h).
 inline constexpr std::uint32_t kNoEventEntry = UINT32_MAX;
 
+// Whether a block's memory is known outside the process. Then its address and memory stay together, and when
+// it is freed it is kept.
+enum class KnownOutside : std::uint8_t {
+  kNo,
+  kShared,  // Another process, by cuIpcGetMemHandle. It may not use the block when that was freed.
+  kPinned,  // Anything else, such as a network card.
+};
+
 struct BlockFacts {
   std::size_t bytes = 0;  // As requested.
   int device = -1;        // The device of its arena; -1: the driver serves it.
   // Allocated in stream order. A plain free of such a block does not wait for the device.
   bool is_ordered = false;
-  // Its memory is known outside the process (another process, a network card). So its address and memory stay
-  // together even after it was freed.
-  bool is_pinned = false;
+  KnownOutside outside = KnownOutside::kNo;
   PreloadServer server = PreloadServer::kArena;
   // For the events, if they are kept: numbers of stream and device, and the index in the table.
   std::uint16_t event_stream = 0;
@@ -52,8 +58,8 @@ class BlockBook {
   // Finds the block that contains the address.
   bool find(DevicePtr address, DevicePtr* begin, BlockFacts* facts) const;
 
-  // Pins the arenas' blocks that have bytes in the range.
-  void pin(DevicePtr begin, std::size_t bytes);
+  // Marks the arenas' blocks that have bytes in the range.
+  void pin(DevicePtr begin, std::size_t bytes, KnownOutside outside);
 
   // Whether arenas have had blocks around this address. The driver need not be asked about it then.
   bool is_arena_address(DevicePtr address) const noexcept;
@@ -61,19 +67,25 @@ class BlockBook {
   // Removes and returns all blocks of the device's arena, which is gone.
   Blocks forget_device(int device);
 
-  // --- pinned blocks that were freed ---
-  // Keeps the block for a later request of the same size. Its last use is queued on `stream`; null: it is
-  // idle.
-  void park(DevicePtr address, const BlockFacts& facts, Stream stream);
-  // Takes a parked block of that size that is idle or was last used on the same stream. Null: there is none.
-  DevicePtr unpark(int device, std::size_t bytes, Stream stream);
-
- private:
+  // --- blocks that are known outside and were freed ---
   struct Parked {
     BlockFacts facts;
     Stream stream;
   };
   using ParkedBlocks = std::map<DevicePtr, Parked>;
+  // Keeps the block for a later request of the same size. Its last use is queued on `stream`; null: it is
+  // idle.
+  void park(DevicePtr address, const BlockFacts& facts, Stream stream);
+  // Takes a parked block of that size that is idle or was last used on the same stream. Null: there is none.
+  DevicePtr unpark(int device, std::size_t bytes, Stream stream, KnownOutside* outside);
+  // The bytes of the parked blocks of the device's arena that are kShared.
+  std::size_t parked_shared_bytes(int device) const;
+  // Removes and returns them.
+  ParkedBlocks take_parked_shared(int device);
+
+ private:
+  template <typename Condition>
+  ParkedBlocks take_parked(Condition condition);
 
   // The lowest and highest addresses of arena blocks so far, by device. Written with mutex_ held.
   struct Range {

@@ -4,6 +4,7 @@
 
 #include "allocator/preload/accounts.h"
 #include "allocator/preload/routes.h"
+#include "allocator/preload/shared_blocks.h"
 
 namespace forebay {
 namespace {
@@ -19,14 +20,17 @@ bool is_device(DriverDevice device) {
 // and would stay.
 void drop_arena(DriverDevice device) {
   void* context = nullptr;
+  std::uint64_t generation = 0;
   {
     const ProcessArenas::Use use = ProcessArenas::of_process().find(device);
     if (!use) return;
     (void)wait_for_device(use);
     context = use.context();
+    generation = use.generation();
   }
   forget_streams(context);
   for (const auto& [address, facts] : ProcessArenas::of_process().drop(device)) leave_block(address, facts);
+  forget_shared_blocks(device, generation);
   note_reserved(device, nullptr);
   forget_pool_use(device);
 }

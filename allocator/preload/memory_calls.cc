@@ -7,6 +7,7 @@
 
 #include "allocator/preload/accounts.h"
 #include "allocator/preload/routes.h"
+#include "allocator/preload/shared_blocks.h"
 #include "allocator/preload/state.h"
 
 namespace forebay {
@@ -35,13 +36,12 @@ struct WaitingFree {
 };
 
 SharedList<WaitingFree>& waiting_frees() {
-  static auto* const instance = new SharedList<WaitingFree>;
-  return *instance;
+  return SharedList<WaitingFree>::of_process();
 }
 
 // Gives back a block that no queued work uses.
 void give_back_idle(const ProcessArenas::Use& use, DevicePtr address, const BlockFacts& facts) {
-  if (facts.is_pinned) {
+  if (facts.outside != KnownOutside::kNo) {
     ProcessArenas::of_process().blocks().park(address, facts, Stream());
     return;
   }
@@ -76,13 +76,30 @@ DriverResult driver_result(const Status& status) {
   }
 }
 
+// Gives the arena the shared blocks that were freed. False: there are none, or a capture forbids to wait.
+bool give_back_parked(const ProcessArenas::Use& use) {
+  BlockBook& blocks = ProcessArenas::of_process().blocks();
+  if (any_capture() || blocks.parked_shared_bytes(use.device()) == 0) return false;
+  const BlockBook::ParkedBlocks parked = blocks.take_parked_shared(use.device());
+  (void)wait_for_device(use);
+  for (const auto& [address, block] : parked) {
+    forget_shared_block(address);
+    if (const Status status = use.arena().free(address, Stream()); !status.ok()) note_problem(status);
+  }
+  return true;
+}
+
 // Freed memory that queued work may still use counts as taken, so waits for that work and tries again.
 Result<DevicePtr> allocate_after_waiting(const ProcessArenas::Use& use, const AllocationRequest& request,
                                          Result<DevicePtr> refused) {
   finish_waiting_frees();
   end_idle_streams();
-  return allocate_again(use, request, std::move(refused),
-                        [&] { return !any_capture() && wait_for_device(use) == kDriverSuccess; });
+  Result<DevicePtr> made = allocate_again(use, request, std::move(refused), [&] {
+    return !any_capture() && wait_for_device(use) == kDriverSuccess;
+  });
+  if (made.status().code() == StatusCode::kOutOfMemory && give_back_parked(use))
+    return use.arena().allocate(request);
+  return made;
 }
 
 // Allocates from the arena; if that fails for another reason than lack of memory, from the driver. `stream`:
@@ -93,8 +110,8 @@ DriverResult allocate_here(const ProcessArenas::Use& use, DriverAddress* address
                            Stream stream, DriverStream named, const Call& call) {
   if (!BlockBook::has_room()) return kDriverOutOfMemory;
   BlockBook& blocks = ProcessArenas::of_process().blocks();
-  DevicePtr block = blocks.unpark(use.device(), bytes, stream);
-  const bool is_pinned = block != nullptr;
+  KnownOutside outside = KnownOutside::kNo;
+  DevicePtr block = blocks.unpark(use.device(), bytes, stream, &outside);
   if (block == nullptr) {
     const AllocationRequest request{.bytes = bytes, .stream = stream};
     Result<DevicePtr> made = use.arena().allocate(request);
@@ -114,8 +131,7 @@ DriverResult allocate_here(const ProcessArenas::Use& use, DriverAddress* address
   }
   enter_arena_block(
       use, block,
-      {.bytes = bytes, .device = use.device(), .is_ordered = named != nullptr, .is_pinned = is_pinned},
-      named);
+      {.bytes = bytes, .device = use.device(), .is_ordered = named != nullptr, .outside = outside}, named);
   *address = driver_address(block);
   return kDriverSuccess;
 }
@@ -276,13 +292,14 @@ DriverResult mem_free_async(DriverAddress address, DriverStream stream) {
   if (!use) return kDriverSuccess;
   const DriverStream last = numbered(stream, kPerThread);
   const bool is_thread_stream = last == DRIVER_PER_THREAD_STREAM;
-  if (!is_same_context || (facts.is_pinned && is_thread_stream)) {
+  const bool is_known_outside = facts.outside != KnownOutside::kNo;
+  if (!is_same_context || (is_known_outside && is_thread_stream)) {
     // The arena's events cannot be recorded on that stream, so wait here.
     (void)preload_state().used.cuStreamSynchronize(last);
     give_back_idle(use, block, facts);
     return kDriverSuccess;
   }
-  if (facts.is_pinned) {
+  if (is_known_outside) {
     blocks.park(block, facts, Stream{last});
     return kDriverSuccess;
   }
@@ -313,10 +330,10 @@ DriverResult mem_get_info(std::size_t* free_bytes, std::size_t* total_bytes) {
     // The arena leaves room for the driver.
     const std::size_t room = device_bytes - std::min(device_bytes, use.backend().capabilities().memory_bytes);
     free -= std::min(free, room);
-    free = std::min(free + (statistics.reserved_bytes - statistics.live_bytes), device_bytes);
-    if (total < device_bytes) {
-      free = std::min(free, total > statistics.live_bytes ? total - statistics.live_bytes : std::size_t{0});
-    }
+    const std::size_t parked = ProcessArenas::of_process().blocks().parked_shared_bytes(use.device());
+    const std::size_t live = statistics.live_bytes - std::min<std::size_t>(statistics.live_bytes, parked);
+    free = std::min(free + (statistics.reserved_bytes - live), device_bytes);
+    if (total < device_bytes) free = std::min(free, total > live ? total - live : std::size_t{0});
   }
   if (free_bytes != nullptr) *free_bytes = std::min(free, total);
   if (total_bytes != nullptr) *total_bytes = total;

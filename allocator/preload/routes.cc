@@ -78,8 +78,7 @@ DriverContext current_context() {
 }
 
 SharedList<CapturedStream>& captures() {
-  static auto* const instance = new SharedList<CapturedStream>;
-  return *instance;
+  return SharedList<CapturedStream>::of_process();
 }
 
 // --- kept streams ---
@@ -90,8 +89,7 @@ struct KeptStream {
 };
 
 SharedList<KeptStream>& kept_streams() {
-  static auto* const instance = new SharedList<KeptStream>;
-  return *instance;
+  return SharedList<KeptStream>::of_process();
 }
 
 DriverResult retire_and_destroy(DriverStream stream) {

@@ -5,8 +5,10 @@
 
 #include <atomic>
 #include <chrono>
+#include <cstddef>
 #include <list>
 #include <mutex>
+#include <new>
 #include <utility>
 
 #include "allocator/preload/process_arenas.h"
@@ -25,6 +27,12 @@ inline constexpr std::chrono::milliseconds kContendedTime{250};
 template <typename Entry>
 class SharedList {
  public:
+  // The process's own. It is made without memory of the host, which may be missing, and never destroyed.
+  static SharedList& of_process() {
+    alignas(SharedList) static std::byte place[sizeof(SharedList)];
+    static auto* const instance = new (place) SharedList;
+    return *instance;
+  }
   std::size_t size() const noexcept { return count_.load(std::memory_order_acquire); }
   void add(std::list<Entry> made) {
     const std::lock_guard lock(mutex_);

@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cerrno>
 #include <cstddef>
@@ -40,6 +41,9 @@ constexpr unsigned kLazyPeerAccess = 1;
 constexpr std::size_t kBatch = 128;
 // A process that does not answer for this long counts as dead.
 constexpr int kDeadlineSeconds = 10;
+// Callers that have not sent their request yet, such as a stopped process. With more, the first one is let
+// go.
+constexpr std::size_t kMostCallers = 64;
 // How long to wait while the process has no free descriptor. Shorter: more processor time. Longer: the
 // opening process waits longer.
 constexpr long kFullPauseNs = 10'000'000;
@@ -161,7 +165,17 @@ struct SharedChunk {
   std::size_t bytes;
 };
 
+// Keeps its chunks, also when the arena is gone.
 struct SharedBlock {
+  SharedBlock() = default;
+  SharedBlock(const SharedBlock&) = delete;
+  SharedBlock& operator=(const SharedBlock&) = delete;
+  ~SharedBlock() {
+    for (const SharedChunk& chunk : chunks) (void)preload_state().used.cuMemRelease(chunk.memory);
+  }
+
+  int device = -1;
+  std::uint64_t generation = 0;  // The arena's.
   DevicePtr begin = nullptr;
   std::size_t bytes = 0;
   std::size_t offset = 0;
@@ -171,7 +185,10 @@ struct SharedBlock {
 class Sharing {
  public:
   // Zero if it cannot be shared.
-  std::uint64_t share(DevicePtr begin, std::size_t bytes);
+  std::uint64_t share(const ProcessArenas::Use& use, DevicePtr begin, std::size_t bytes);
+  // Releases the blocks for which `condition` is true. Their handles cannot be opened any more.
+  template <typename Condition>
+  void forget(Condition condition);
   std::uint64_t token();
   void serve();
 
@@ -181,6 +198,7 @@ class Sharing {
 
   bool listen();
   void answer(int socket);
+  bool accept_caller(int listener, std::vector<Descriptor>* callers);
 
   std::mutex mutex_;
   // Guarded by mutex_.
@@ -258,30 +276,37 @@ bool find_chunks(SharedBlock* block) {
   return true;
 }
 
-void release_chunks(const SharedBlock& block) {
-  for (const SharedChunk& chunk : block.chunks) (void)preload_state().used.cuMemRelease(chunk.memory);
-}
-
-std::uint64_t Sharing::share(DevicePtr begin, std::size_t bytes) {
+std::uint64_t Sharing::share(const ProcessArenas::Use& use, DevicePtr begin, std::size_t bytes) {
   auto block = std::make_shared<SharedBlock>();
+  block->device = use.device();
+  block->generation = use.generation();
   block->begin = begin;
   block->bytes = bytes;
   {
     const std::lock_guard lock(mutex_);
     for (const auto& [number, known] : blocks_) {
-      if (known->begin == begin && known->bytes == bytes) return number;
+      // A later arena may have another block there.
+      if (known->begin == begin && known->bytes == bytes && known->device == block->device &&
+          known->generation == block->generation)
+        return number;
     }
     if (!listen()) return 0;
   }
-  const bool found = find_chunks(block.get());
-  if (!found) {
-    release_chunks(*block);
-    return 0;
-  }
+  if (!find_chunks(block.get())) return 0;
   const std::lock_guard lock(mutex_);
   const std::uint64_t number = next_block_++;
   blocks_.emplace(number, std::move(block));
   return number;
+}
+
+template <typename Condition>
+void Sharing::forget(Condition condition) {
+  Blocks gone;  // Released without the mutex.
+  const std::lock_guard lock(mutex_);
+  for (auto i = blocks_.begin(); i != blocks_.end();) {
+    const auto block = i++;
+    if (condition(*block->second)) gone.insert(blocks_.extract(block));
+  }
 }
 
 // While the process has no free descriptor, the peer waits, up to its deadline, for the program to close
@@ -365,19 +390,45 @@ void Sharing::serve() {
     const std::lock_guard lock(mutex_);
     listener = listener_.number();
   }
+  std::vector<Descriptor> callers;
+  callers.reserve(kMostCallers);
   // The program may have closed all descriptors, and another file may have the number. Handles made from then
   // on cannot be opened.
   while (is_bound_to(listener, token())) {
-    const Descriptor socket(::accept4(listener, nullptr, nullptr, SOCK_CLOEXEC));
-    if (!socket.valid()) {
-      if (errno == EINTR || errno == ECONNABORTED) continue;
-      if (errno != EMFILE && errno != ENFILE) return;
-      wait_for_descriptors();
+    std::array<pollfd, kMostCallers + 1> waiting{};
+    waiting[0] = {.fd = listener, .events = POLLIN, .revents = 0};
+    for (std::size_t i = 0; i < callers.size(); ++i)
+      waiting[i + 1] = {.fd = callers[i].number(), .events = POLLIN, .revents = 0};
+    if (::poll(waiting.data(), callers.size() + 1, -1) < 0) {
+      if (errno != EINTR) wait_for_descriptors();
       continue;
     }
-    set_deadline(socket.number());
-    answer(socket.number());
+    if (!is_bound_to(listener, token())) break;
+    // From the last on, because the answered ones are taken out.
+    for (std::size_t i = callers.size(); i > 0; --i) {
+      if (waiting[i].revents == 0) continue;
+      answer(callers[i - 1].number());
+      callers.erase(callers.begin() + static_cast<std::ptrdiff_t>(i - 1));
+    }
+    if (waiting[0].revents != 0 && !accept_caller(listener, &callers)) break;
   }
+  // They may be the program's files by now.
+  for (Descriptor& caller : callers) (void)caller.release();
+}
+
+// False: no caller can come any more.
+bool Sharing::accept_caller(int listener, std::vector<Descriptor>* callers) {
+  Descriptor socket(::accept4(listener, nullptr, nullptr, SOCK_CLOEXEC));
+  if (socket.valid()) {
+    set_deadline(socket.number());
+    if (callers->size() == kMostCallers) callers->erase(callers->begin());
+    callers->push_back(std::move(socket));
+    return true;
+  }
+  if (errno == EINTR || errno == ECONNABORTED) return true;
+  if (errno != EMFILE && errno != ENFILE) return false;
+  wait_for_descriptors();
+  return true;
 }
 
 // --- blocks that this process has opened ---
@@ -496,8 +547,8 @@ HandleContent content_of(const DriverIpcHandle& handle) {
 
 bool share_block(const ProcessArenas::Use& use, DevicePtr begin, std::size_t bytes, DriverIpcHandle* handle) {
   if (!use.backend().chunks_have_posix_fd()) return false;
-  ProcessArenas::of_process().blocks().pin(begin, bytes);
-  const std::uint64_t block = sharing().share(begin, bytes);
+  ProcessArenas::of_process().blocks().pin(begin, bytes, KnownOutside::kShared);
+  const std::uint64_t block = sharing().share(use, begin, bytes);
   if (block == 0) return false;
   const HandleContent content{.magic = kMagic,
                               .token = sharing().token(),
@@ -506,6 +557,15 @@ bool share_block(const ProcessArenas::Use& use, DevicePtr begin, std::size_t byt
   *handle = {};
   std::memcpy(handle->bytes, &content, sizeof content);
   return true;
+}
+
+void forget_shared_blocks(int device, std::uint64_t generation) {
+  sharing().forget(
+      [=](const SharedBlock& block) { return block.device == device && block.generation == generation; });
+}
+
+void forget_shared_block(DevicePtr begin) {
+  sharing().forget([=](const SharedBlock& block) { return block.begin == begin; });
 }
 
 bool is_shared_handle(const DriverIpcHandle& handle) {

@@ -19,6 +19,11 @@ namespace forebay {
 // `handle` is unchanged. Requires: the block is live.
 bool share_block(const ProcessArenas::Use& use, DevicePtr begin, std::size_t bytes, DriverIpcHandle* handle);
 
+// Releases what keeps the memory of shared blocks: of those of an arena that is gone, and of a block that the
+// arena gets back. Their handles cannot be opened any more; processes that have opened one keep the memory.
+void forget_shared_blocks(int device, std::uint64_t generation);
+void forget_shared_block(DevicePtr begin);
+
 // Whether share_block of any process made the handle.
 bool is_shared_handle(const DriverIpcHandle& handle);
 

@@ -21,7 +21,7 @@ enum : unsigned {
 };
 
 void pin(DriverAddress address, std::size_t bytes) {
-  ProcessArenas::of_process().blocks().pin(device_pointer(address), bytes);
+  ProcessArenas::of_process().blocks().pin(device_pointer(address), bytes, KnownOutside::kPinned);
 }
 
 bool is_ours(DriverAddress address) {

@@ -106,7 +106,7 @@ extern "C" void forebay_torch_free(void* block, ssize_t, int, void* stream) {
   const ProcessArenas::Use use = ProcessArenas::of_process().find(facts.device);
   if (!use) return;
   auto* const given = numbered(static_cast<DriverStream>(stream), false);
-  if (facts.is_pinned) {
+  if (facts.outside != KnownOutside::kNo) {
     blocks.park(address, facts, Stream{given});
     return;
   }

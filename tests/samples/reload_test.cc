@@ -308,11 +308,10 @@ TEST_F(Reload, StatesOfFormat1AreLoaded) {
   EXPECT_TRUE(holds_state(path("old/parts")));
   EXPECT_TRUE(holds_state(path("old/ranks")));
   EXPECT_FALSE(holds_state(path("none")));
-  o.save_state = path("old/parts");  // In the form of today, in place of the parts.
+  o.save_state = path("old/parts");  // In the form of today, beside the parts.
   o.steps = 3;
   run_training(o);
-  EXPECT_FALSE(fs::exists(path("old/parts/parts")));
-  EXPECT_FALSE(fs::exists(path("old/parts/step-2")));
+  EXPECT_TRUE(fs::exists(path("old/parts/step-2/part-0")));
   o.save_state.clear();
   o.tensor_parallel = 1;
   o.pipeline_parallel = 1;

@@ -327,7 +327,7 @@ std::unique_ptr<Communicator> lone_rank(Backend& backend, Kernels& kernels) {
   return LocalGroup::create(1, {})->communicator(0, backend, kernels).value();
 }
 
-TEST_F(TrainerParts, AStateInPartsIsLoadedByItsPartsAndThenRemoved) {
+TEST_F(TrainerParts, AStateInPartsIsLoadedByItsParts) {
   const auto backend = HostBackend::create({}).value();
   const auto kernels = Kernels::create(*backend).value();
   const auto world = lone_rank(*backend, *kernels);
@@ -349,15 +349,6 @@ TEST_F(TrainerParts, AStateInPartsIsLoadedByItsPartsAndThenRemoved) {
                 [&] { directory_to_load(grid, state, std::nullopt); });
   write("s/latest", "step-9");
   EXPECT_EQ(directory_to_load(grid, state, std::nullopt), state);
-
-  remove_parted_states(state);
-  EXPECT_FALSE(std::filesystem::exists(state + "/parts"));
-  EXPECT_FALSE(std::filesystem::exists(state + "/step-8"));
-  EXPECT_TRUE(std::filesystem::exists(state + "/step-9"));
-  // Without the file nothing is taken for a state in parts.
-  make_directory("s/step-8/part-0");
-  remove_parted_states(state);
-  EXPECT_TRUE(std::filesystem::exists(state + "/step-8/part-0"));
 }
 
 TEST(TrainerFiles, TheTimelineOfRank0HasTheGivenName) {

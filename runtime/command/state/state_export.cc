@@ -134,11 +134,13 @@ std::string dump(const Json& json, int indent) {
 
 void write_header(NewFile& file, const Shard& shard, DataType type) {
   Json header = {{kMetadata, {{"format", "pt"}, {kMarker, "forebay"}}}};
+  auto& entries = header.get_ref<Json::object_t&>();  // [] would look through all that are there.
   std::uint64_t at = 0;
   for (const SavedParameter* parameter : shard.tensors) {
     const std::uint64_t end = at + parameter->count * element_bytes(type);
-    header[parameter->name] = {
-        {"dtype", type_name(type)}, {"shape", parameter->shape}, {"data_offsets", {at, end}}};
+    entries.emplace_back(
+        parameter->name,
+        Json{{"dtype", type_name(type)}, {"shape", parameter->shape}, {"data_offsets", {at, end}}});
     at = end;
   }
   std::string text = dump(header, -1);

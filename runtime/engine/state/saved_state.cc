@@ -19,6 +19,7 @@ constexpr char kOldMagic[8] = {'F', 'B', 'S', 'T', 'A', 'T', 'E', '1'};
 // Blocks that are kept, at most. Smaller: rows of a tensor in more parts are read again and again. Larger:
 // more memory.
 constexpr std::uint64_t kMostBlocks = 64;
+constexpr std::size_t kMostHeldFiles = 256;  // In many places a process may have 1024 open.
 constexpr std::uint64_t kOldTrailerBytes = 2 * sizeof(std::uint64_t);
 
 [[noreturn]] void corrupt(const std::string& path, const std::string& finding) {
@@ -193,10 +194,26 @@ void SavedState::enter_old_run(std::size_t number, const Json& entry) {
   tensor.pieces[static_cast<std::size_t>(field)][0].push_back(piece);
 }
 
+bool SavedState::hold_files() {
+  if (list_.size() > kMostHeldFiles) return true;
+  try {
+    for (File& file : list_) file.held.emplace(files_.open(file.name));
+    return true;
+  } catch (const Error&) {
+    return false;
+  }
+}
+
+StateFile& SavedState::file_of(std::size_t number, std::optional<StateFile>& fresh) {
+  File& of = list_[number];
+  return of.held ? *of.held : fresh.emplace(files_.open(of.name));
+}
+
 void SavedState::open(std::size_t number) {
   File& of = list_[number];
   if (of.is_open) return;
-  const StateFile file = files_.open(of.name);
+  std::optional<StateFile> fresh;
+  const StateFile& file = file_of(number, fresh);
   if (file.bytes() != of.bytes) {
     corrupt(file.path(), "it has " + std::to_string(file.bytes()) + " bytes, " + std::to_string(of.bytes) +
                              " were written");
@@ -254,7 +271,8 @@ std::span<const float> SavedState::block_of(const Tensor& tensor, const Tensor::
   place.last_use = 0;
   place.number = UINT64_MAX;  // Until it is whole.
   place.values.resize(count);
-  const StateFile file = files_.open(list_[piece.file].name);
+  std::optional<StateFile> fresh;
+  const StateFile& file = file_of(piece.file, fresh);
   const std::uint64_t bytes = place.values.size() * sizeof(float);
   file.read_at(at, place.values.data(), bytes);
   bytes_read_ += bytes;

@@ -7,6 +7,7 @@
 #include <iterator>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <span>
 #include <string>
 #include <utility>
@@ -59,6 +60,9 @@ class SavedState {
   // Passes all elements of a field to `visit` in order, at most `piece_count` at once.
   void visit(const std::string& parameter, const std::string& field, std::uint64_t piece_count,
              const std::function<void(std::span<const float>)>& visit);
+  // Keeps the files open, so that they are read also after the state is removed. Not for very many of them.
+  // False: one is not there.
+  bool hold_files();
   // Checks that all files are there, with their headers and checksums.
   void check_files();
   // Checks the index for other tools against the files.
@@ -74,6 +78,7 @@ class SavedState {
     std::uint64_t index_checksum = 0;
     bool is_open = false;  // Its checksums are here.
     std::vector<std::uint64_t> checksums;
+    std::optional<StateFile> held;
   };
   struct Block {
     std::size_t file = 0;
@@ -89,6 +94,7 @@ class SavedState {
   void read_old_index(std::size_t file);
   void enter_old_run(std::size_t file, const nlohmann::json& entry);
   void open(std::size_t file);
+  StateFile& file_of(std::size_t number, std::optional<StateFile>& fresh);
   std::span<const float> block_of(const Tensor& tensor, const Tensor::Piece& piece, int field,
                                   std::uint64_t block, const std::string& parameter);
 

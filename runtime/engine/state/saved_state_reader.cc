@@ -160,20 +160,6 @@ struct SavedStateReader::Impl {
     parameter.has_shape = true;
   }
 
-  void visit(const std::string& name, SavedField field,
-             const std::function<void(std::span<const float>)>& visit) {
-    try {
-      state.visit(name, field_name(field), kPieceCount, visit);
-    } catch (const Error& error) {
-      if (error.code() != StatusCode::kIoError || std::filesystem::exists(facts.path)) throw;
-      throw Error(
-          StatusCode::kUnavailable,
-          "saved state " + shown_path(facts.path) +
-              " was removed while it was read, as a job does that saves a newer one; try again, or let "
-              "the job keep more states");
-    }
-  }
-
   SavedState state;
   SavedStateFacts facts;
 };
@@ -182,14 +168,16 @@ SavedStateReader::SavedStateReader(const std::string& directory, const std::stri
   constexpr int kMostTries = 10;
   for (int tries = 1; !impl_; ++tries) {
     const std::string found = name_to_open(directory, name);
+    // A job that saves there may have removed this state after it made a newer one.
+    const auto tries_again = [&] {
+      return name.empty() && tries < kMostTries && name_to_open(directory, name) != found;
+    };
     try {
       impl_ = std::make_unique<Impl>(directory, found);
     } catch (const Error& error) {
-      // A job that saves there may have removed this state after it made a newer one.
-      const bool is_superseded =
-          name.empty() && error.code() == StatusCode::kIoError && name_to_open(directory, name) != found;
-      if (!is_superseded || tries == kMostTries) throw;
+      if (error.code() != StatusCode::kIoError || !tries_again()) throw;
     }
+    if (impl_ && !impl_->state.hold_files() && tries_again()) impl_.reset();
   }
 }
 
@@ -203,8 +191,9 @@ const SavedStateFacts& SavedStateReader::facts() const {
 
 void SavedStateReader::read(const SavedParameter& parameter, SavedField field,
                             const std::function<void(Span<const float>)>& visit) {
-  impl_->visit(parameter.name, field,
-               [&](std::span<const float> piece) { visit(Span<const float>(piece.data(), piece.size())); });
+  impl_->state.visit(parameter.name, field_name(field), kPieceCount, [&](std::span<const float> piece) {
+    visit(Span<const float>(piece.data(), piece.size()));
+  });
 }
 
 void SavedStateReader::verify(const std::function<void(std::uint64_t, std::uint64_t)>& progress) {
@@ -222,7 +211,8 @@ void SavedStateReader::verify(const std::function<void(std::uint64_t, std::uint6
   }
   for (const auto& [name, tensor] : impl_->state.tensors()) {
     if (!tensor.is_factors) continue;
-    impl_->visit(name, SavedField::kV, [&](std::span<const float> piece) { count(piece.size()); });
+    impl_->state.visit(name, field_name(SavedField::kV), kPieceCount,
+                       [&](std::span<const float> piece) { count(piece.size()); });
   }
   for (const SavedParameter& parameter : impl_->facts.parameters) {
     for (const SavedField field :

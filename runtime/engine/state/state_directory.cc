@@ -23,6 +23,7 @@
 #include "forebay/log.h"
 #include "forebay/output_pipe.h"
 #include "forebay/text.h"
+#include "runtime/engine/state/state_files.h"
 
 namespace forebay::internal {
 namespace {
@@ -285,7 +286,7 @@ void StateDirectory::remove(const std::string& name) const noexcept {
     if (!has(name)) return;
     const StateDirectory removed = subdirectory(name);
     for (const std::string& file : removed.names())
-      if (file != "." && file != "..") ::unlinkat(removed.descriptor_.number(), file.c_str(), 0);
+      if (is_state_file(file)) ::unlinkat(removed.descriptor_.number(), file.c_str(), 0);
   } catch (const Error&) {
     // It is no directory, or may not be read.
   }

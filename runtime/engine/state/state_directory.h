@@ -61,7 +61,7 @@ class StateDirectory {
   // False where the file system renames no such directory, as an overlay does with one of a lower layer.
   bool rename_directory(const std::string& from, const std::string& to) const;
   void sync() const;
-  // Removes a subdirectory and the files in it. Leaves the rest where it cannot.
+  // Removes the files of a saved state in a subdirectory, and the subdirectory unless it has others.
   void remove(const std::string& name) const noexcept;
   // Removes a symbolic link, and nothing of what it points to. False if it is none, or cannot be removed.
   bool remove_link(const std::string& name) const noexcept;

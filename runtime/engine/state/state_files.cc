@@ -77,15 +77,21 @@ std::string dump(const auto& json, int indent) {
   }
 }
 
+// Says so where something stays.
+void remove_aloud(const StateDirectory& directory, const std::string& name) {
+  directory.remove(name);
+  if (!directory.has(name)) return;
+  log(LogLevel::kWarning,
+      "%s/%s stays: it has files that are not of a saved state, or cannot be removed; move them",
+      directory.path().c_str(), name.c_str());
+}
+
 // Removes what killed runs began to write or to remove.
 void remove_unfinished(const StateDirectory& directory) {
   for (const std::string& name : directory.names()) {
     for (const std::string_view prefix : {kTemporaryPrefix, kRemovedPrefix}) {
-      if (!name.starts_with(prefix) || !is_state_name(name.substr(prefix.size()))) continue;
-      directory.remove(name);
-      if (directory.has(name))
-        log(LogLevel::kWarning, "%s/%s cannot be removed; remove it yourself", directory.path().c_str(),
-            name.c_str());
+      if (name.starts_with(prefix) && is_state_name(name.substr(prefix.size())))
+        remove_aloud(directory, name);
     }
   }
 }
@@ -104,7 +110,7 @@ void remove_state(const StateDirectory& directory, const std::string& name) {
   if (!directory.has(name) || directory.remove_link(name) || !is_state(directory, name)) return;
   const std::string removed = std::string(kRemovedPrefix) + name;
   directory.remove(removed);
-  directory.remove(directory.rename_directory(name, removed) ? removed : name);
+  remove_aloud(directory, directory.rename_directory(name, removed) ? removed : name);
 }
 
 // Keeps `newest` and the states of the steps before it, `keep` in all. States of later steps are those of a
@@ -171,6 +177,12 @@ std::string state_name(std::uint64_t step) {
 
 std::string state_file_name(int rank, int ranks) {
   return "rank-" + std::to_string(rank) + "-of-" + std::to_string(ranks) + ".safetensors";
+}
+
+bool is_state_file(std::string_view name) {
+  // A save in the background gives a file its name without the dot when it is whole.
+  return name == kManifest || name == TensorIndex::kName || name.starts_with("rank-") ||
+         name.starts_with(".rank-");
 }
 
 std::vector<std::string> state_names(const StateDirectory& directory) {
@@ -279,7 +291,9 @@ StateFileWriter::StateFileWriter(StateFile file, std::span<const StateParameter>
   XXH3_64bits_reset(hash_.get());
   Json state = {{"format", kFormat}, {"parameters", Json::array()}, {"runs", Json::array()}};
   for (const StateParameter& parameter : parameters) state["parameters"].push_back(described(parameter));
-  nlohmann::ordered_json header = {{kMetadata, nullptr}};
+  using OrderedJson = nlohmann::ordered_json;
+  OrderedJson header = {{kMetadata, nullptr}};
+  auto& entries = header.get_ref<OrderedJson::object_t&>();  // [] would look through all that are there.
   std::uint64_t at = 0;
   std::uint64_t blocks = 0;
   for (const StateRun& run : runs_) {
@@ -287,9 +301,10 @@ StateFileWriter::StateFileWriter(StateFile file, std::span<const StateParameter>
     const StateParameter& parameter = parameters[run.parameter];
     const bool is_whole = run.count == parameter.count && !parameter.shape.empty();
     const std::uint64_t end = at + run.count * sizeof(float);
-    header[tensor_name(parameter, run)] = {{"dtype", "F32"},
-                                           {"shape", is_whole ? parameter.shape : std::vector{run.count}},
-                                           {"data_offsets", {at, end}}};
+    entries.emplace_back(tensor_name(parameter, run),
+                         OrderedJson{{"dtype", "F32"},
+                                     {"shape", is_whole ? parameter.shape : std::vector{run.count}},
+                                     {"data_offsets", {at, end}}});
     at = end;
     blocks += ceil_div(run.count, kBlockCount);
   }

@@ -35,6 +35,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "forebay/tensor_split.h"
@@ -51,6 +52,8 @@ inline constexpr std::size_t kMostStateName = 32;  // With the null character.
 
 std::string state_name(std::uint64_t step);
 std::string state_file_name(int rank, int ranks);
+// Whether a file of this name in the directory of a state is one that a save wrote.
+bool is_state_file(std::string_view name);
 
 // The directory that a state is written in until it is complete.
 std::string temporary_state(const std::string& name);

@@ -56,16 +56,6 @@ std::string directory_to_load(Grid& grid, const std::string& directory, std::opt
   return directory + "/" + step + "/part-" + std::to_string(grid.part());
 }
 
-void remove_parted_states(const std::string& directory) {
-  std::error_code error;
-  if (!fs::remove(parts_file(directory), error)) return;
-  for (const auto& entry : fs::directory_iterator(directory, error)) {
-    const std::string name = entry.path().filename();
-    if (name.starts_with("step-") && fs::is_directory(entry.path() / "part-0", error))
-      fs::remove_all(entry.path(), error);
-  }
-}
-
 bool holds_state(const std::string& directory) {
   std::error_code error;
   for (const std::string& name : {directory + "/latest", parts_file(directory)}) {

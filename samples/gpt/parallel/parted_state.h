@@ -20,9 +20,6 @@ namespace forebay::gpt {
 // kInvalidArgument for other numbers of parts, kCorruption for a damaged `parts`.
 std::string directory_to_load(Grid& grid, const std::string& directory, std::optional<std::uint64_t> step);
 
-// Removes states in parts, once a state of all parts is saved in `directory`.
-void remove_parted_states(const std::string& directory);
-
 // Whether a state is saved in `directory`, in parts or in one.
 bool holds_state(const std::string& directory);
 

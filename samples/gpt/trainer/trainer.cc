@@ -261,7 +261,6 @@ void Trainer::finish_save() {
   if (!is_saving_) return;
   is_saving_ = false;
   model_.engine.save_state_end();
-  if (model_.grid.world().rank() == 0) remove_parted_states(options_.save_state);
 }
 
 void Trainer::evaluate(TrainingReport& report, Progress& progress) {

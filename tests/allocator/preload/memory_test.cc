@@ -415,12 +415,12 @@ TEST(PreloadMemory, PinsTheBlocksThatARangeTouches) {
     book->add(at(0x1000), {.bytes = 0x1000, .device = 0});
     book->add(at(0x2000), {.bytes = 0x1000, .device = -1});
     book->add(at(0x3000), {.bytes = 0x1000, .device = 0});
-    book->pin(at(begin), bytes);
+    book->pin(at(begin), bytes, KnownOutside::kPinned);
     std::string which;
     for (const std::uintptr_t address : {0x1000, 0x2000, 0x3000}) {
       BlockFacts facts;
       EXPECT_TRUE(book->take(at(address), &facts));
-      which += facts.is_pinned ? '1' : '0';
+      which += facts.outside == KnownOutside::kPinned ? '1' : '0';
     }
     return which;
   };
@@ -441,20 +441,34 @@ TEST(PreloadMemory, AParkedBlockServesItsSizeDeviceAndStream) {
   const Stream first{reinterpret_cast<DriverStream>(&one)};
   const Stream second{reinterpret_cast<DriverStream>(&two)};
   const auto book = std::make_unique<BlockBook>();
-  book->park(at(0x1000), {.bytes = 0x1000, .device = 0, .is_pinned = true}, first);
-  book->park(at(0x2000), {.bytes = 0x2000, .device = 1, .is_pinned = true}, Stream());
+  book->park(at(0x1000), {.bytes = 0x1000, .device = 0, .outside = KnownOutside::kPinned}, first);
+  book->park(at(0x2000), {.bytes = 0x2000, .device = 1, .outside = KnownOutside::kShared}, Stream());
 
-  EXPECT_EQ(book->unpark(0, 0x1000, second), nullptr);
-  EXPECT_EQ(book->unpark(0, 0x1000, Stream()), nullptr);
-  EXPECT_EQ(book->unpark(0, 0x0FFF, first), nullptr);
-  EXPECT_EQ(book->unpark(1, 0x1000, first), nullptr);
-  EXPECT_EQ(book->unpark(0, 0x2000, first), nullptr);
-  EXPECT_EQ(book->unpark(1, 0x2000, first), at(0x2000)) << "it is idle";
-  EXPECT_EQ(book->unpark(1, 0x2000, first), nullptr);
-  EXPECT_EQ(book->unpark(0, 0x1000, first), at(0x1000));
-  book->park(at(0x1000), {.bytes = 0x1000, .device = 0, .is_pinned = true}, first);
+  KnownOutside outside = KnownOutside::kNo;
+  const auto unpark = [&](int device, std::size_t bytes, Stream stream) {
+    return book->unpark(device, bytes, stream, &outside);
+  };
+  EXPECT_EQ(unpark(0, 0x1000, second), nullptr);
+  EXPECT_EQ(unpark(0, 0x1000, Stream()), nullptr);
+  EXPECT_EQ(unpark(0, 0x0FFF, first), nullptr);
+  EXPECT_EQ(unpark(1, 0x1000, first), nullptr);
+  EXPECT_EQ(unpark(0, 0x2000, first), nullptr);
+  EXPECT_EQ(unpark(1, 0x2000, first), at(0x2000)) << "it is idle";
+  EXPECT_EQ(outside, KnownOutside::kShared);
+  EXPECT_EQ(unpark(1, 0x2000, first), nullptr);
+  EXPECT_EQ(unpark(0, 0x1000, first), at(0x1000));
+  EXPECT_EQ(outside, KnownOutside::kPinned);
+  book->park(at(0x1000), {.bytes = 0x1000, .device = 0, .outside = KnownOutside::kPinned}, first);
   EXPECT_TRUE(book->forget_device(0).empty());
-  EXPECT_EQ(book->unpark(0, 0x1000, first), nullptr);
+  EXPECT_EQ(unpark(0, 0x1000, first), nullptr);
+
+  book->park(at(0x1000), {.bytes = 0x1000, .device = 0, .outside = KnownOutside::kPinned}, first);
+  book->park(at(0x2000), {.bytes = 0x2000, .device = 0, .outside = KnownOutside::kShared}, first);
+  book->park(at(0x4000), {.bytes = 0x4000, .device = 1, .outside = KnownOutside::kShared}, first);
+  EXPECT_EQ(book->parked_shared_bytes(0), 0x2000u);
+  EXPECT_EQ(book->take_parked_shared(0).size(), 1u);
+  EXPECT_EQ(book->parked_shared_bytes(0), 0u);
+  EXPECT_EQ(unpark(0, 0x1000, first), at(0x1000)) << "a network card may know it";
 }
 
 TEST(PreloadMemory, EveryDeviceHasAnArena) {

@@ -25,7 +25,7 @@ TEST(PreloadSharing, TwoProcessesUseOneBlock) {
     served += record.allocations[static_cast<std::size_t>(PreloadServer::kArena)];
     EXPECT_EQ(record.problem, "");
   }
-  EXPECT_EQ(served, 43u);
+  EXPECT_EQ(served, 40u);
   // The second has closed all that it had opened: its context is left.
   ASSERT_EQ(run.live_handles.size(), 2u);
   EXPECT_EQ(run.live_handles.front(), 1u);
@@ -71,6 +71,31 @@ TEST(PreloadSharing, HandlesThatCannotBeOpenedAreRefused) {
 
   EXPECT_EQ(run.finished.exit_code, 0);
   EXPECT_EQ(run.finished.output, bare.finished.output);
+}
+
+// The bare fake agrees. Under the preload the later handles named the first block, and its memory stayed.
+TEST(PreloadSharing, AResetContextsBlocksAreNotShared) {
+  const PreloadRun bare({program("sharing_program"), "reset"}, "none", {{"FAKE_CUDA_FREE_WAITS", "1"}});
+  PreloadRun run({program("sharing_program"), "reset"});
+
+  EXPECT_EQ(bare.finished.output, "second: 0\n");
+  EXPECT_EQ(run.finished.exit_code, 0);
+  EXPECT_EQ(run.finished.output, bare.finished.output);
+}
+
+TEST(PreloadSharing, FreedBlocksOfManySizesAreGivenBackWhenMemoryIsMissing) {
+  PreloadRun run({program("sharing_program"), "sizes"});
+
+  EXPECT_EQ(run.finished.exit_code, 0);
+  EXPECT_EQ(run.finished.output, "nearly all is free: 1\n");
+  run.expect_no_hazard();
+}
+
+TEST(PreloadSharing, AProcessThatSaysNothingHoldsUpNoOther) {
+  PreloadRun run({program("sharing_program"), "held-up"});
+
+  EXPECT_EQ(run.finished.exit_code, 0);
+  EXPECT_EQ(run.finished.output, "second: 0\n");
 }
 
 // If the sharing process has no descriptor left, the peer is served once there is one.

@@ -5,6 +5,9 @@
 //   sharing_program open       the second: handles on standard input
 //   sharing_program kill       the first is killed after it has handed over its handle
 //   sharing_program refuse     handles that cannot be opened
+//   sharing_program reset      the first shares a block, resets its context, and shares another in its place
+//   sharing_program sizes      the first shares and frees blocks of many sizes, more than there is memory
+//   sharing_program held-up    processes that never send their request come before the second
 //   sharing_program crowded    the first has no descriptor left when the second asks, and some later
 //   sharing_program crowded-later   the same, but the first has waited for a request before
 //   sharing_program stranger   the second runs in another environment: nothing is preloaded there
@@ -161,12 +164,17 @@ bool signals_are_left_alone() {
   return true;
 }
 
-// No other block gets memory that another process may have opened, at whatever address.
+// No other block gets memory that another process may have opened, at whatever address, while there is other
+// memory.
 int allocate_around(CuDevicePtr block) {
+  constexpr std::size_t kOther = 1u << 20;
   std::vector<CuDevicePtr> others;
   CuDevicePtr other = 0;
-  while (driver.cuMemAlloc_v2(&other, 1u << 20) == CuResult::kSuccess) {
-    CHECK_CU(driver.cuMemsetD8_v2(other, 0x6B, 1u << 20));
+  std::size_t free = 0, total = 0;
+  CHECK_CU(driver.cuMemGetInfo_v2(&free, &total));
+  for (; free > kBytes + 4 * kOther; free -= kOther) {
+    CHECK_CU(driver.cuMemAlloc_v2(&other, kOther));
+    CHECK_CU(driver.cuMemsetD8_v2(other, 0x6B, kOther));
     others.push_back(other);
   }
   CuDevicePtr again = 0;
@@ -324,6 +332,104 @@ int be_crowded(const char* program, bool is_awaited) {
   return 0;
 }
 
+// The first's blocks of three contexts have the same address and size.
+int share_after_resets(const char* program) {
+  const Child child = start_second(program, "open-each");
+  if (start() != 0) return 1;
+  std::size_t free_before = 0;
+  for (std::uint32_t round = 1; round <= 3; ++round) {
+    CuContext context = nullptr;
+    CuDevicePtr block = 0;
+    std::size_t free = 0, total = 0;
+    CHECK_CU(driver.cuDevicePrimaryCtxRetain(&context, 0));
+    CHECK_CU(driver.cuCtxSetCurrent(context));
+    CHECK_CU(driver.cuMemGetInfo_v2(&free, &total));
+    CHECK(round == 1 || free == free_before);  // Nothing is left of the context before.
+    free_before = free;
+    CHECK_CU(driver.cuMemAlloc_v2(&block, kBytes));
+    const std::vector<std::uint32_t> mine = pattern(round);
+    CHECK_CU(driver.cuMemcpyHtoD_v2(block, mine.data(), kBytes));
+    CHECK_CU(driver.cuCtxSynchronize());
+    Message message;
+    CHECK_CU(driver.cuIpcGetMemHandle(&message.handle, block));
+    CHECK(::write(child.input, &message, sizeof message) == static_cast<ssize_t>(sizeof message));
+    // The second stops itself when it has read the block.
+    int status = 0;
+    CHECK(::waitpid(child.process, &status, WUNTRACED) == child.process && WIFSTOPPED(status));
+    CHECK_CU(driver.cuDevicePrimaryCtxReset_v2(0));
+    CHECK(::kill(child.process, SIGCONT) == 0);
+  }
+  ::close(child.input);
+  std::printf("second: %d\n", wait_for(child));
+  return 0;
+}
+
+int open_each() {
+  Message message;
+  if (start() != 0) return 1;
+  for (std::uint32_t round = 1; ::read(STDIN_FILENO, &message, sizeof message) > 0; ++round) {
+    CuDevicePtr address = 0;
+    CHECK_CU(driver.cuIpcOpenMemHandle_v2(&address, message.handle, kIpcLazyEnablePeerAccess));
+    CHECK(holds(address, round));
+    CHECK_CU(driver.cuIpcCloseMemHandle(address));
+    ::raise(SIGSTOP);
+  }
+  return 0;
+}
+
+int share_many_sizes() {
+  constexpr std::size_t kStep = 4096;
+  if (start() != 0) return 1;
+  std::size_t free_at_first = 0, free = 0, total = 0;
+  CHECK_CU(driver.cuMemGetInfo_v2(&free_at_first, &total));
+  for (std::size_t i = 0; i < 3 * total / (2u << 20); ++i) {
+    CuDevicePtr block = 0;
+    CuIpcMemHandle handle{};
+    CHECK_CU(driver.cuMemAlloc_v2(&block, (2u << 20) + i * kStep));
+    CHECK_CU(driver.cuIpcGetMemHandle(&handle, block));
+    CHECK_CU(driver.cuMemFree_v2(block));
+  }
+  CHECK_CU(driver.cuMemGetInfo_v2(&free, &total));
+  std::printf("nearly all is free: %d\n", free_at_first - free <= (4u << 20));
+  CuDevicePtr all = 0;
+  CHECK_CU(driver.cuMemAlloc_v2(&all, free / 2));
+  CHECK_CU(driver.cuMemFree_v2(all));
+  return 0;
+}
+
+int be_held_up(const char* program) {
+  const Child child = start_second(program, "open");
+  if (start() != 0) return 1;
+  CuDevicePtr block = 0;
+  CHECK_CU(driver.cuMemAlloc_v2(&block, kBytes));
+  const std::vector<std::uint32_t> mine = pattern(1);
+  CHECK_CU(driver.cuMemcpyHtoD_v2(block, mine.data(), kBytes));
+  CHECK_CU(driver.cuCtxSynchronize());
+  Message message;
+  CHECK_CU(driver.cuIpcGetMemHandle(&message.handle, block));
+  // A handle has token and process.
+  std::uint64_t token = 0;
+  std::int32_t process = 0;
+  std::memcpy(&token, message.handle.bytes + 8, sizeof token);
+  std::memcpy(&process, message.handle.bytes + 24, sizeof process);
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  const int length =
+      std::snprintf(address.sun_path + 1, sizeof address.sun_path - 1, "forebay-ipc-%d-%016llx",
+                    static_cast<int>(process), static_cast<unsigned long long>(token));
+  constexpr int kCallers = 100;  // More than are kept waiting.
+  for (int i = 0; i < kCallers; ++i) {
+    const int caller = ::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+    CHECK(::connect(caller, reinterpret_cast<sockaddr*>(&address),
+                    static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 +
+                                           static_cast<std::size_t>(length))) == 0);
+  }
+  CHECK(::write(child.input, &message, sizeof message) == static_cast<ssize_t>(sizeof message));
+  std::printf("second: %d\n", wait_for(child));
+  CHECK(holds(block, 2));
+  return 0;
+}
+
 int try_to_open() {
   Message message;
   if (start() != 0) return 1;
@@ -426,6 +532,10 @@ int main(int argc, char** argv) {
   if (what == "survive") return survive();
   if (what == "kill") return be_killed(argv[0]);
   if (what == "refuse") return refuse();
+  if (what == "reset") return share_after_resets(argv[0]);
+  if (what == "open-each") return open_each();
+  if (what == "sizes") return share_many_sizes();
+  if (what == "held-up") return be_held_up(argv[0]);
   if (what == "try") return try_to_open();
   if (what == "try-as-another-user") return ::setuid(65534) == 0 ? try_to_open() : 1;
   if (what == "foreign") return share_with_a_stranger(argv[0], true);
