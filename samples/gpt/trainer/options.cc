@@ -178,10 +178,11 @@ void add_sharding_options(CLI::App& app, TrainerOptions& o, Words& words) {
 
 void add_compute_options(CLI::App& app, TrainerOptions& o, Words& words) {
   Section computing(app, "Computing");
-  computing.word("--matmul", o.matmul, "library|plain",
-                 "Matrix products: library, oneDNN on the host and cuBLAS, opened at run time, on CUDA; "
-                 "plain, the sample's own",
-                 "library, on the host where built in");
+  computing.word(
+      "--matmul", o.matmul, "library|plain",
+      "Matrix products: library, oneDNN on the host and cuBLAS, opened at run time, on CUDA; "
+      "plain, the sample's own. Bits of library may differ between numbers of --threads and processors",
+      "library, on the host where built in");
   computing.number("--threads", o.threads, 0, kThreadsMax,
                    "Compute threads per rank; 0: the cores of this host / its ranks");
   computing.value(
