@@ -725,7 +725,7 @@ TEST(GptCommand, MistakesExitWith2AndSayWhatIsWrong) {
       {{"--clip", "-1"}, "--clip"},
       {{"--beta1", "-0.1"}, "at least 0 and less than 1"},
       {{"--epsilon", "0"}, "--epsilon: '0' was given; use a number of at least 1e-30"},
-      {{"--layers", "16777216", "--hidden", "16777216"}, "2^56"},
+      {{"--layers", "65536", "--hidden", "16777216"}, "2^56"},
   };
   for (const auto& [arguments, expected] : mistakes) {
     ::testing::internal::CaptureStderr();
@@ -973,6 +973,8 @@ TEST(GptCommand, OptionsThatNeedOthersAreRefusedWithoutThem) {
            Mistake{{"--batch", "16777217"}, "a whole number from 1 to 16777216"},
            Mistake{{"--report", "same", "--export", "same"}, "--report and --export both name same;"},
            Mistake{{"--report", "./same", "--data", "same"}, "--report and --data both name ./same;"},
+           Mistake{{"--report", "same", "--save-state", "./same"},
+                   "--report and --save-state both name same;"},
            Mistake{{"--report", "same", "--text", "other", "same"}, "--report and --text both name same;"},
            Mistake{{"--timeline", "same", "--evaluation-text", "same"},
                    "--timeline and --evaluation-text both name"},

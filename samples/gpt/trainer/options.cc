@@ -419,8 +419,11 @@ std::string hexadecimal(std::string_view bytes) {
 // Each output has a file of its own, which is no input's.
 void check_files(const TrainerOptions& o) {
   namespace fs = std::filesystem;
-  std::vector<std::pair<const char*, std::string>> taken = {
-      {"--data", o.data}, {"--initial", o.initial_file}, {"--evaluation-data", o.evaluation_data}};
+  std::vector<std::pair<const char*, std::string>> taken = {{"--data", o.data},
+                                                            {"--initial", o.initial_file},
+                                                            {"--evaluation-data", o.evaluation_data},
+                                                            {"--save-state", o.save_state},
+                                                            {"--flight-recorder", o.flight_recorder}};
   for (const std::string& text : o.text) taken.emplace_back("--text", text);
   for (const std::string& text : o.evaluation_text) taken.emplace_back("--evaluation-text", text);
   const std::pair<const char*, std::string> outputs[] = {{"--export", o.export_file},
