@@ -49,8 +49,22 @@ void give_back_idle(const ProcessArenas::Use& use, DevicePtr address, const Bloc
   if (!status.ok()) note_problem(status);
 }
 
+DriverResult driver_result(const Status& status) {
+  switch (status.code()) {
+    case StatusCode::kOutOfMemory:
+      return kDriverOutOfMemory;
+    case StatusCode::kInvalidArgument:
+      return kDriverInvalidValue;
+    default:
+      return kDriverNotSupported;
+  }
+}
+
+}  // namespace
+
 void finish_waiting_frees() {
   if (waiting_frees().size() == 0 || any_capture()) return;
+  const std::lock_guard lock(giving_back());
   for (int device = 0; device < kPreloadDeviceLimit; ++device) {
     const ProcessArenas::Use use = ProcessArenas::of_process().find(device);
     if (!use) continue;
@@ -65,42 +79,40 @@ void finish_waiting_frees() {
 
 // --- allocation ---
 
-DriverResult driver_result(const Status& status) {
-  switch (status.code()) {
-    case StatusCode::kOutOfMemory:
-      return kDriverOutOfMemory;
-    case StatusCode::kInvalidArgument:
-      return kDriverInvalidValue;
-    default:
-      return kDriverNotSupported;
-  }
-}
-
-// Gives the arena the shared blocks that were freed. False: there are none, or a capture forbids to wait.
-bool give_back_parked(const ProcessArenas::Use& use) {
+void give_back_parked(const ProcessArenas::Use& use) {
   BlockBook& blocks = ProcessArenas::of_process().blocks();
-  if (any_capture() || blocks.parked_shared_bytes(use.device()) == 0) return false;
+  if (any_capture() || blocks.parked_shared_bytes(use.device()) == 0) return;
   const BlockBook::ParkedBlocks parked = blocks.take_parked_shared(use.device());
   (void)wait_for_device(use);
   for (const auto& [address, block] : parked) {
     forget_shared_block(address);
     if (const Status status = use.arena().free(address, Stream()); !status.ok()) note_problem(status);
   }
-  return true;
 }
 
-// Freed memory that queued work may still use counts as taken, so waits for that work and tries again.
-Result<DevicePtr> allocate_after_waiting(const ProcessArenas::Use& use, const AllocationRequest& request,
-                                         Result<DevicePtr> refused) {
+Result<DevicePtr> allocate_from(const ProcessArenas::Use& use, const AllocationRequest& request,
+                                KnownOutside* outside) {
+  *outside = KnownOutside::kNo;
+  if (DevicePtr const block =
+          ProcessArenas::of_process().blocks().unpark(use.device(), request.bytes, request.stream, outside))
+    return block;
+  Result<DevicePtr> made = use.arena().allocate(request);
+  if (made.status().code() != StatusCode::kOutOfMemory) return made;
+  // Freed memory that queued work may still use counts as taken, so waits for that work and tries again.
   finish_waiting_frees();
   end_idle_streams();
-  Result<DevicePtr> made = allocate_again(use, request, std::move(refused), [&] {
-    return !any_capture() && wait_for_device(use) == kDriverSuccess;
-  });
-  if (made.status().code() == StatusCode::kOutOfMemory && give_back_parked(use))
-    return use.arena().allocate(request);
-  return made;
+  { const std::lock_guard others(giving_back()); }
+  made = allocate_again(use, request, std::move(made),
+                        [&] { return !any_capture() && wait_for_device(use) == kDriverSuccess; });
+  if (made.status().code() != StatusCode::kOutOfMemory) return made;
+  {
+    const std::lock_guard lock(giving_back());
+    give_back_parked(use);
+  }
+  return use.arena().allocate(request);
 }
+
+namespace {
 
 // Allocates from the arena; if that fails for another reason than lack of memory, from the driver. `stream`:
 // the arena's stream; null: any stream may use the block at once. `named`: the program's stream, numbered;
@@ -109,26 +121,19 @@ template <typename Call>
 DriverResult allocate_here(const ProcessArenas::Use& use, DriverAddress* address, std::size_t bytes,
                            Stream stream, DriverStream named, const Call& call) {
   if (!BlockBook::has_room()) return kDriverOutOfMemory;
-  BlockBook& blocks = ProcessArenas::of_process().blocks();
   KnownOutside outside = KnownOutside::kNo;
-  DevicePtr block = blocks.unpark(use.device(), bytes, stream, &outside);
-  if (block == nullptr) {
-    const AllocationRequest request{.bytes = bytes, .stream = stream};
-    Result<DevicePtr> made = use.arena().allocate(request);
-    if (made.status().code() == StatusCode::kOutOfMemory)
-      made = allocate_after_waiting(use, request, std::move(made));
-    if (!made.ok()) {
-      const Status status = made.status();
-      if (driver_result(status) == kDriverOutOfMemory) {
-        note_reserved(use.device(), &use.arena());
-        count_refused(PreloadServer::kArena, bytes, use.device(), named);
-        return kDriverOutOfMemory;
-      }
-      note_problem(status);
-      return allocate_elsewhere(PreloadServer::kUnavailable, bytes, address, named, call);
+  const Result<DevicePtr> made = allocate_from(use, {.bytes = bytes, .stream = stream}, &outside);
+  if (!made.ok()) {
+    const Status& status = made.status();
+    if (driver_result(status) == kDriverOutOfMemory) {
+      note_reserved(use.device(), &use.arena());
+      count_refused(PreloadServer::kArena, bytes, use.device(), named);
+      return kDriverOutOfMemory;
     }
-    block = made.value();
+    note_problem(status);
+    return allocate_elsewhere(PreloadServer::kUnavailable, bytes, address, named, call);
   }
+  const DevicePtr block = made.value();
   enter_arena_block(
       use, block,
       {.bytes = bytes, .device = use.device(), .is_ordered = named != nullptr, .outside = outside}, named);

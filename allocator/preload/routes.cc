@@ -171,10 +171,20 @@ std::size_t trim_arena(const ProcessArenas::Use& use) {
   return bytes;
 }
 
+std::mutex& giving_back() {
+  static constinit std::mutex mutex;
+  return mutex;
+}
+
 std::size_t trim_arenas() {
+  finish_waiting_frees();
+  const std::lock_guard lock(giving_back());
   std::size_t bytes = 0;
   for (int device = 0; device < kPreloadDeviceLimit; ++device) {
-    if (const ProcessArenas::Use use = ProcessArenas::of_process().find(device)) bytes += trim_arena(use);
+    const ProcessArenas::Use use = ProcessArenas::of_process().find(device);
+    if (!use) continue;
+    give_back_parked(use);
+    bytes += trim_arena(use);
   }
   return bytes;
 }

@@ -105,18 +105,27 @@ DriverResult wait_for_device(const ProcessArenas::Use& use);
 // Gives unused memory of the arena back to the device, and returns its bytes. Waits for the device if queued
 // work may still use some of it.
 std::size_t trim_arena(const ProcessArenas::Use& use);
-// The same for all arenas.
+// The same for all arenas, and for the shared blocks that were freed.
 std::size_t trim_arenas();
 // The same if the record has a new request for it (request_preload_trim). Put off during a capture. Requires:
 // the calling thread has no Use.
 void trim_if_asked();
+
+// Held by the thread that gives freed memory back, to an arena or to the driver. A thread that found no
+// memory takes it before it asks again: another one may be giving back what it needs.
+//
+// A thread that has a Use may take it, and one that holds it gets a Use: a lock that is shared lets readers
+// in while a writer waits.
+std::mutex& giving_back();
 
 // Makes a driver call that takes device memory. If there is none left, the arenas give unused memory back,
 // and the call is made once more.
 template <typename Call>
 DriverResult call_with_room(const Call& call) {
   const DriverResult result = call();
-  return result == kDriverOutOfMemory && trim_arenas() > 0 ? call() : result;
+  if (result != kDriverOutOfMemory) return result;
+  (void)trim_arenas();
+  return call();
 }
 
 // --- captures: during one, nothing waits for the device ---
@@ -137,6 +146,18 @@ DriverResult destroy_stream(DriverStream stream);
 void end_idle_streams();
 // Forgets the kept and the captured streams of a context that is about to go away.
 void forget_streams(void* context);
+
+// Finishes frees that were put off until the end of a capture, unless there is one still.
+void finish_waiting_frees();
+
+// Gives the arena the shared blocks that were freed, unless a capture forbids to wait. Requires: the thread
+// holds giving_back().
+void give_back_parked(const ProcessArenas::Use& use);
+
+// Allocates from the arena: a block of the size that was freed and is known outside, as `outside` says, or a
+// new one. If memory is missing, it waits for all freed memory.
+Result<DevicePtr> allocate_from(const ProcessArenas::Use& use, const AllocationRequest& request,
+                                KnownOutside* outside);
 
 // Repeats a request that was refused for lack of memory. Freed memory counts as taken until queued work is
 // done with it; an arena that runs out records events on the streams that freed. `wait`: waits for all work

@@ -14,6 +14,7 @@
 #include <array>
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <cstddef>
 #include <cstdio>
 #include <cstring>
@@ -117,6 +118,18 @@ void set_deadline(int socket) {
   (void)::setsockopt(socket, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit);
 }
 
+// While the process has no free descriptor, the peer waits, up to its deadline, for the program to close
+// some.
+void wait_for_descriptors() {
+  const timespec pause{.tv_sec = 0, .tv_nsec = kFullPauseNs};
+  (void)::nanosleep(&pause, nullptr);
+}
+
+bool has_hung_up(int socket) {
+  pollfd peer{.fd = socket, .events = 0, .revents = 0};
+  return ::poll(&peer, 1, 0) > 0;
+}
+
 bool send_with(int socket, const void* data, std::size_t bytes, const int* descriptors, std::size_t count) {
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int) * kBatch)] = {};
   iovec part{const_cast<void*>(data), bytes};
@@ -132,7 +145,17 @@ bool send_with(int socket, const void* data, std::size_t bytes, const int* descr
     header->cmsg_len = CMSG_LEN(sizeof(int) * count);
     std::memcpy(CMSG_DATA(header), descriptors, sizeof(int) * count);
   }
-  return ::sendmsg(socket, &message, MSG_NOSIGNAL) == static_cast<ssize_t>(bytes);
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(kDeadlineSeconds);
+  for (;;) {
+    const ssize_t sent = ::sendmsg(socket, &message, MSG_NOSIGNAL);
+    if (sent >= 0) return sent == static_cast<ssize_t>(bytes);
+    // The system bounds the descriptors that a user's processes have sent and nobody has received yet.
+    if (errno == ETOOMANYREFS && std::chrono::steady_clock::now() < end && !has_hung_up(socket)) {
+      wait_for_descriptors();
+    } else if (errno != EINTR) {
+      return false;
+    }
+  }
 }
 
 // The caller owns the received descriptors, even if it returns false.
@@ -144,7 +167,10 @@ bool receive_with(int socket, void* data, std::size_t bytes, std::vector<Descrip
   message.msg_iovlen = 1;
   message.msg_control = control;
   message.msg_controllen = sizeof control;
-  const ssize_t received = ::recvmsg(socket, &message, MSG_CMSG_CLOEXEC);
+  ssize_t received = -1;
+  do {
+    received = ::recvmsg(socket, &message, MSG_CMSG_CLOEXEC);
+  } while (received < 0 && errno == EINTR);
   for (cmsghdr* header = CMSG_FIRSTHDR(&message); received >= 0 && header != nullptr;
        header = CMSG_NXTHDR(&message, header)) {
     if (header->cmsg_level != SOL_SOCKET || header->cmsg_type != SCM_RIGHTS) continue;
@@ -309,21 +335,9 @@ void Sharing::forget(Condition condition) {
   }
 }
 
-// While the process has no free descriptor, the peer waits, up to its deadline, for the program to close
-// some.
-void wait_for_descriptors() {
-  const timespec pause{.tv_sec = 0, .tv_nsec = kFullPauseNs};
-  (void)::nanosleep(&pause, nullptr);
-}
-
 bool is_table_full(int descriptor) {
   const Descriptor copy(::fcntl(descriptor, F_DUPFD_CLOEXEC, 0));
   return !copy.valid() && (errno == EMFILE || errno == ENFILE);
-}
-
-bool has_hung_up(int socket) {
-  pollfd peer{.fd = socket, .events = 0, .revents = 0};
-  return ::poll(&peer, 1, 0) > 0;
 }
 
 // A descriptor for the chunk. -1: there is none, or the peer has gone. The driver does not say when
@@ -485,9 +499,11 @@ bool fetch_chunks(const HandleContent& content, Reply* reply, Arriving* arriving
   const socklen_t length = address_of(content.process, content.token, &address);
   if (!socket.valid()) return false;
   set_deadline(socket.number());
-  if (::connect(socket.number(), reinterpret_cast<sockaddr*>(&address), length) != 0 ||
-      !is_welcome(socket.number()))
-    return false;
+  int connected = -1;
+  do {
+    connected = ::connect(socket.number(), reinterpret_cast<sockaddr*>(&address), length);
+  } while (connected != 0 && errno == EINTR);
+  if (connected != 0 || !is_welcome(socket.number())) return false;
   const Request request{.magic = kMagic, .token = content.token, .block = content.block};
   std::vector<Descriptor> descriptors;
   if (!send_with(socket.number(), &request, sizeof request, nullptr, 0) ||

@@ -71,8 +71,11 @@ extern "C" void* forebay_torch_alloc(ssize_t bytes, int device, void* stream) {
   const bool captured = is_captured(given);
   AllocationRequest request{.bytes = static_cast<std::size_t>(bytes)};
   if (!captured) request.stream = stream_of(use, given);
-  const Result<DevicePtr> block = allocate_again(use, request, use.arena().allocate(request),
-                                                 [&] { return !captured && wait_for_current_device(); });
+  KnownOutside outside = KnownOutside::kNo;
+  const Result<DevicePtr> block =
+      is_preloaded() ? allocate_from(use, request, &outside)
+                     : allocate_again(use, request, use.arena().allocate(request),
+                                      [&] { return !captured && wait_for_current_device(); });
   if (!block.ok()) {
     if (is_preloaded() && block.status().code() == StatusCode::kOutOfMemory) {
       note_reserved(use.device(), &use.arena());
@@ -81,7 +84,8 @@ extern "C" void* forebay_torch_alloc(ssize_t bytes, int device, void* stream) {
     complain(block.status());
     return nullptr;
   }
-  const BlockFacts facts{.bytes = request.bytes, .device = use.device(), .is_ordered = true};
+  const BlockFacts facts{
+      .bytes = request.bytes, .device = use.device(), .is_ordered = true, .outside = outside};
   if (is_preloaded()) {
     enter_arena_block(use, block.value(), facts, numbered(given, false));
   } else {

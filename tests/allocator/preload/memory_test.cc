@@ -347,6 +347,14 @@ TEST(PreloadMemory, AllBlocksOfAMappingThatIsKnownOutsideKeepTheirAddresses) {
   run.expect_no_hazard();
 }
 
+TEST(PreloadMemory, NoThreadMissesTheMemoryThatAnotherOneGivesBack) {
+  PreloadRun run(matter("two-in-need"));
+
+  EXPECT_EQ(run.finished.exit_code, 0);
+  EXPECT_EQ(run.finished.output, "of the arena: refused in 0 rounds\nof the driver: refused in 0 rounds\n");
+  run.expect_no_hazard();
+}
+
 TEST(PreloadMemory, ABlockWithADescriptorKeepsItsAddress) {
   PreloadRun run(matter("exported"), "arena", {{"FAKE_CUDA_DMA_BUF", "1"}});
 

@@ -91,6 +91,13 @@ TEST(PreloadSharing, FreedBlocksOfManySizesAreGivenBackWhenMemoryIsMissing) {
   run.expect_no_hazard();
 }
 
+TEST(PreloadSharing, SignalsDoNotFailAnOpening) {
+  PreloadRun run({program("sharing_program"), "signals"});
+
+  EXPECT_EQ(run.finished.exit_code, 0);
+  EXPECT_EQ(run.finished.output, "second: 0\n");
+}
+
 TEST(PreloadSharing, AProcessThatSaysNothingHoldsUpNoOther) {
   PreloadRun run({program("sharing_program"), "held-up"});
 

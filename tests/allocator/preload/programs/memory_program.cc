@@ -909,6 +909,48 @@ int surround(CuDevicePtr begin, std::size_t bytes) {
   return 0;
 }
 
+// Two threads at once need memory that is free, but not yet with the arena or the driver: while one of them
+// gives it back, the other one finds none.
+int two_in_need() {
+  constexpr int kRounds = 40;
+  const std::size_t total = free_bytes();
+  CuStream stream = new_stream();
+  for (const bool is_pitched : {false, true}) {
+    int refused = 0;
+    for (int round = 0; round < kRounds; ++round) {
+      std::vector<CuDevicePtr> blocks(6);
+      for (CuDevicePtr& one : blocks) CHECK_CU(driver.cuMemAlloc_v2(&one, total / 8));
+      CuGraph graph = nullptr;
+      // Its frees are put off until its end.
+      if (!is_pitched) CHECK_CU(driver.cuStreamBeginCapture_v2(stream, CuCaptureMode::kRelaxed));
+      for (const CuDevicePtr one : blocks) CHECK_CU(driver.cuMemFree_v2(one));
+      if (!is_pitched) CHECK_CU(driver.cuStreamEndCapture(stream, &graph));
+      CuContext context = nullptr;
+      CHECK_CU(driver.cuCtxGetCurrent(&context));
+      std::atomic<int> ready{0}, failed{0};
+      CuDevicePtr taken[2] = {};
+      const auto take = [&](int i) {
+        (void)driver.cuCtxSetCurrent(context);
+        ++ready;
+        while (ready < 2) std::this_thread::yield();
+        std::size_t pitch = 0;
+        const CuResult result = is_pitched ? driver.cuMemAllocPitch_v2(&taken[i], &pitch, total / 32, 10, 4)
+                                           : driver.cuMemAlloc_v2(&taken[i], total / 16 * 5);
+        failed += result != CuResult::kSuccess;
+      };
+      std::thread other(take, 0);
+      take(1);
+      other.join();
+      refused += failed.load() > 0;
+      for (const CuDevicePtr one : taken)
+        if (one != 0) CHECK_CU(driver.cuMemFree_v2(one));
+      if (graph != nullptr) CHECK_CU(driver.cuGraphDestroy(graph));
+    }
+    std::printf("%s: refused in %d rounds\n", is_pitched ? "of the driver" : "of the arena", refused);
+  }
+  return 0;
+}
+
 // The handle of a mapping is that of all blocks in it.
 int pinned_together() {
   CuDevicePtr a = 0, b = 0;
@@ -1029,6 +1071,7 @@ int run(const std::string& matter) {
                                                                {"make-way", make_way},
                                                                {"ended-streams", ended_streams},
                                                                {"pinned-together", pinned_together},
+                                                               {"two-in-need", two_in_need},
                                                                {"host-memory", host_memory}};
   if (!query_driver("libcuda.so.1", kProcAddressDefault, &driver) ||
       !query_driver("libcuda.so.1", kProcAddressPerThreadStream, &per_thread)) {

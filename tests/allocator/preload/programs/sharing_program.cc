@@ -7,6 +7,7 @@
 //   sharing_program refuse     handles that cannot be opened
 //   sharing_program reset      the first shares a block, resets its context, and shares another in its place
 //   sharing_program sizes      the first shares and frees blocks of many sizes, more than there is memory
+//   sharing_program signals    a timer interrupts the second
 //   sharing_program held-up    processes that never send their request come before the second
 //   sharing_program crowded    the first has no descriptor left when the second asks, and some later
 //   sharing_program crowded-later   the same, but the first has waited for a request before
@@ -21,6 +22,7 @@
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
+#include <sys/time.h>
 #include <sys/un.h>
 #include <sys/wait.h>
 #include <time.h>
@@ -391,9 +393,42 @@ int share_many_sizes() {
   }
   CHECK_CU(driver.cuMemGetInfo_v2(&free, &total));
   std::printf("nearly all is free: %d\n", free_at_first - free <= (4u << 20));
+  // Also where the driver needs it.
   CuDevicePtr all = 0;
-  CHECK_CU(driver.cuMemAlloc_v2(&all, free / 2));
+  std::size_t pitch = 0;
+  CHECK_CU(driver.cuMemAllocPitch_v2(&all, &pitch, free / 2 / 1024, 1024, 4));
   CHECK_CU(driver.cuMemFree_v2(all));
+  return 0;
+}
+
+// A signal handler, or a stop, interrupts system calls.
+int open_while_interrupted() {
+  Message message;
+  if (start() != 0) return 1;
+  CHECK(::read(STDIN_FILENO, &message, sizeof message) == static_cast<ssize_t>(sizeof message));
+  struct sigaction action {};
+  action.sa_handler = [](int) {};
+  action.sa_flags = SA_RESTART;
+  CHECK(::sigaction(SIGALRM, &action, nullptr) == 0);
+  const itimerval often{.it_interval = {0, 500}, .it_value = {0, 500}};
+  CHECK(::setitimer(ITIMER_REAL, &often, nullptr) == 0);
+  for (int i = 0; i < 400; ++i) {
+    CuDevicePtr address = 0;
+    CHECK_CU(driver.cuIpcOpenMemHandle_v2(&address, message.handle, kIpcLazyEnablePeerAccess));
+    CHECK_CU(driver.cuIpcCloseMemHandle(address));
+  }
+  return 0;
+}
+
+int share_with_the_interrupted(const char* program) {
+  const Child child = start_second(program, "open-while-interrupted");
+  if (start() != 0) return 1;
+  CuDevicePtr block = 0;
+  CHECK_CU(driver.cuMemAlloc_v2(&block, kBytes));
+  Message message;
+  CHECK_CU(driver.cuIpcGetMemHandle(&message.handle, block));
+  CHECK(::write(child.input, &message, sizeof message) == static_cast<ssize_t>(sizeof message));
+  std::printf("second: %d\n", wait_for(child));
   return 0;
 }
 
@@ -535,6 +570,8 @@ int main(int argc, char** argv) {
   if (what == "reset") return share_after_resets(argv[0]);
   if (what == "open-each") return open_each();
   if (what == "sizes") return share_many_sizes();
+  if (what == "signals") return share_with_the_interrupted(argv[0]);
+  if (what == "open-while-interrupted") return open_while_interrupted();
   if (what == "held-up") return be_held_up(argv[0]);
   if (what == "try") return try_to_open();
   if (what == "try-as-another-user") return ::setuid(65534) == 0 ? try_to_open() : 1;
