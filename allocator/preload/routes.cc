@@ -176,6 +176,14 @@ std::mutex& giving_back() {
   return mutex;
 }
 
+namespace {
+constinit std::atomic<std::uint64_t> trims{0};
+}
+
+std::uint64_t trim_count() {
+  return trims.load(std::memory_order_acquire);
+}
+
 std::size_t trim_arenas() {
   finish_waiting_frees();
   const std::lock_guard lock(giving_back());
@@ -186,6 +194,7 @@ std::size_t trim_arenas() {
     give_back_parked(use);
     bytes += trim_arena(use);
   }
+  if (bytes > 0) trims.fetch_add(1, std::memory_order_release);
   return bytes;
 }
 

@@ -6,6 +6,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstddef>
+#include <cstdint>
 #include <list>
 #include <mutex>
 #include <new>
@@ -107,6 +108,8 @@ DriverResult wait_for_device(const ProcessArenas::Use& use);
 std::size_t trim_arena(const ProcessArenas::Use& use);
 // The same for all arenas, and for the shared blocks that were freed.
 std::size_t trim_arenas();
+// How often that gave back any bytes.
+std::uint64_t trim_count();
 // The same if the record has a new request for it (request_preload_trim). Put off during a capture. Requires:
 // the calling thread has no Use.
 void trim_if_asked();
@@ -122,10 +125,11 @@ std::mutex& giving_back();
 // and the call is made once more.
 template <typename Call>
 DriverResult call_with_room(const Call& call) {
+  const std::uint64_t before = trim_count();
   const DriverResult result = call();
   if (result != kDriverOutOfMemory) return result;
   (void)trim_arenas();
-  return call();
+  return trim_count() == before ? result : call();
 }
 
 // --- captures: during one, nothing waits for the device ---
