@@ -634,6 +634,47 @@ class Loops(unittest.TestCase):
             for set_to_none in (True, False):
                 self.compare(lambda *given: loop(*given, set_to_none), stage)
 
+    def test_the_model_goes_on_after_an_interrupt_in_state_dict(self):
+        def interrupt(*_):
+            raise KeyboardInterrupt
+
+        def loop(model, adamw):
+            optimizer = adamw(model)
+            for step in range(3):
+                handle = model[2].register_state_dict_pre_hook(interrupt)  # The model and its last unit have begun then.
+                with self.assertRaises(KeyboardInterrupt):
+                    model.state_dict()
+                handle.remove()
+                if hasattr(model, "_forebay"):
+                    (forebay.save(model, directory), forebay.digest(model), model.state_dict())[step]
+                model(inputs(step)).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        for stage in STAGES:
+            with tempfile.TemporaryDirectory() as directory:
+                self.compare(loop, stage)
+
+    def test_the_model_goes_on_after_an_interrupt_where_writing_begins(self):
+        def interrupt(*_):
+            raise KeyboardInterrupt
+
+        def loop(model, adamw):
+            optimizer = adamw(model)
+            for step in range(2):
+                if hasattr(model, "_forebay"):
+                    with mock.patch.object(model._forebay.guard, "follow_all", interrupt), self.assertRaises(KeyboardInterrupt):
+                        with forebay.gathered(model, write=True):
+                            self.fail("it began")
+                    with forebay.gathered(model):
+                        self.assertTrue(torch.isfinite(model[0].weight).all())
+                model(inputs(step)).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        for stage in STAGES:
+            self.compare(loop, stage)
+
     def test_a_parameter_that_has_its_values_is_pickled_as_a_plain_one(self):
         def saved(value):
             file = io.BytesIO()

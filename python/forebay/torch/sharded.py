@@ -27,7 +27,7 @@ from forebay import _library, core
 from forebay._library import InvalidArgument, Unsupported
 from forebay.torch import deepspeed, describe, guard, memory, stand_in
 from forebay.torch.activations import Kept, keep, kept
-from forebay.torch.uncompiled import calls_on_stack, uncompiled
+from forebay.torch.uncompiled import calls_on_stack, is_in_state_dict, uncompiled
 
 
 _library.ADVICE["every rank must issue the same operations in the same order"] = (
@@ -417,6 +417,8 @@ class Sharded:
         # A call into the engine that has not been noted here: of a unit, or True. See catch_up().
         self.calling: Union[Unit, bool, None] = None
         self.readers = 0  # Blocks of gathered() and the like that are open.
+        # Modules in whose state_dict() a thread is, with what holds their values.
+        self.collecting: List[Tuple[nn.Module, int, contextlib.ExitStack]] = []
         self.units: List[Unit] = [Unit(self, i, plan) for i, plan in enumerate(self.plans)]
         self.places: Dict[nn.Parameter, List[Tuple[int, int]]] = {}
         self.homes: Dict[nn.Parameter, torch.Tensor] = {}  # The engine's memory, where each parameter lies.
@@ -781,6 +783,7 @@ class Sharded:
     def end_interrupted(self, calls: Callable[[], int]) -> None:
         """Ends forward passes that the exception ended: torch calls no hook then. `calls`: those of the model that are on
         the stack."""
+        self.end_interrupted_collecting()
         if self.depth:
             if self.depth <= calls():
                 return
@@ -794,6 +797,11 @@ class Sharded:
                 self.release(unit)
             unit.drop_frames()
             unit.in_backward = unit.is_read = False
+
+    def end_interrupted_collecting(self) -> None:
+        """Gives back the values that a state_dict() held which an exception ended: torch calls no hook then."""
+        while self.collecting and not is_in_state_dict(*self.collecting[-1][:2]):
+            self.collecting.pop()[-1].close()
 
     def pause(self) -> None:
         """Gives back the units whose forward pass goes on around this call; begin_pass() takes them again.

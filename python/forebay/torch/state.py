@@ -13,6 +13,7 @@ import math
 import os
 import stat
 import struct
+import threading
 import warnings
 import weakref
 from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
@@ -111,16 +112,15 @@ def _zero_grad_of(sharded: Sharded) -> Callable[..., None]:
 # --- state_dict ---
 
 def _hold_while_collecting(sharded: Sharded, unit: Any) -> None:
-    held: List[contextlib.ExitStack] = []
-
     def before(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        sharded.end_interrupted_collecting()
         stack = contextlib.ExitStack()
+        sharded.collecting.append((module, threading.get_ident(), stack))
         if sharded.engine is not None and sharded.collected is None:
             stack.enter_context(sharded.reading([unit]))
-        held.append(stack)
 
     def after(module: nn.Module, *_: Any) -> None:
-        held.pop().close()
+        sharded.collecting.pop()[-1].close()
 
     unit.plan.module.register_state_dict_pre_hook(before)
     unit.plan.module._register_state_dict_hook(after)
@@ -228,10 +228,10 @@ def gathered(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
     sharded.refuse_moved(sharded.parameters, adopts=True)
     values: Dict[nn.Parameter, torch.Tensor] = {}
     versions = sharded.read_versions()
-    sharded.writing = True
-    sharded.loaded.clear()
-    sharded.guard.follow_all()
     try:
+        sharded.writing = True
+        sharded.loaded.clear()
+        sharded.guard.follow_all()
         for unit in sharded.units:
             with sharded.reading([unit]), torch.no_grad():
                 values.update((p, p.detach().clone()) for p in unit.plan.own)
@@ -245,9 +245,11 @@ def gathered(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
         sharded.drop_writes(versions)
         raise
     finally:
-        for p, home in sharded.homes.items():
-            p.data = home
-        sharded.writing = False
+        try:
+            for p, home in sharded.homes.items():
+                p.data = home
+        finally:
+            sharded.writing = False
         sharded.guard.follow_all()
         sharded.end_evaluation()  # Passes and state_dict() within.
     sharded.refuse_replaced()

@@ -50,6 +50,16 @@ def calls_on_stack(module: nn.Module, thread: Optional[int] = None) -> int:
     return count
 
 
+def is_in_state_dict(module: nn.Module, thread: int) -> bool:
+    """Whether the thread of this number is in state_dict() of `module`."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        if frame.f_code.co_name == "state_dict" and frame.f_locals.get("self") is module:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def is_in_compiled_code() -> bool:
     """Whether torch.compile() called this; also where a function of the program that it leaves alone did."""
     frame = sys._getframe()
