@@ -301,6 +301,18 @@ TEST_F(TokenizerFile, AddedTokensAreTakenAsAWhole) {
             (std::vector<Token>{257, 259, 257}));
 }
 
+// As in tokenizers of Hugging Face: those that a normalizer may change come last.
+TEST_F(TokenizerFile, SpecialTokensAreTakenBeforeOtherAddedOnes) {
+  nlohmann::json root = whole();
+  root["added_tokens"].push_back({{"id", 300}, {"content", "<s>"}, {"special", true}});
+  root["added_tokens"].push_back({{"id", 301}, {"content", "ab<s>"}, {"normalized", true}});
+  root["added_tokens"].push_back({{"id", 302}, {"content", "ab"}, {"special", false}});
+  root["added_tokens"].push_back({{"id", 303}, {"content", "x<s>"}, {"normalized", false}});
+  write("tokenizer.json", root.dump());
+  const BytePairs pairs = read_tokenizer(path("tokenizer.json"));
+  EXPECT_EQ(pairs.encode("ab<s>x<s>the"), (std::vector<Token>{302, 300, 303, 257}));
+}
+
 // A million entries that name the last of 65,000 whole tokens.
 TEST_F(TokenizerFile, ManyAddedTokensTakeLinearTime) {
   std::string added;

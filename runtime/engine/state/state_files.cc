@@ -180,9 +180,19 @@ std::string state_file_name(int rank, int ranks) {
 }
 
 bool is_state_file(std::string_view name) {
+  if (name == kManifest || name == TensorIndex::kName) return true;
   // A save in the background gives a file its name without the dot when it is whole.
-  return name == kManifest || name == TensorIndex::kName || name.starts_with("rank-") ||
-         name.starts_with(".rank-");
+  if (name.starts_with('.')) name.remove_prefix(1);
+  constexpr std::string_view kSuffix = ".safetensors";  // Not in format 1.
+  if (name.ends_with(kSuffix)) name.remove_suffix(kSuffix.size());
+  const auto take = [&](std::string_view word) {
+    if (!name.starts_with(word)) return false;
+    name.remove_prefix(word.size());
+    const std::size_t digits = std::min(name.find_first_not_of("0123456789"), name.size());
+    name.remove_prefix(digits);
+    return digits > 0;
+  };
+  return take("rank-") && take("-of-") && name.empty();
 }
 
 std::vector<std::string> state_names(const StateDirectory& directory) {

@@ -53,10 +53,12 @@ BytePairs::BytePairs(Tables tables) : tables_(std::move(tables)), hash_(0xCBF29C
     }
     rules_.try_emplace(key(merge.left, merge.right), Rule{rank++, merge.result});
   }
-  for (const Token token : tables_.whole) {
-    hash_ = mixed(hash_, token);
-    if (token >= tokens.size() || tokens[token].empty())
-      refuse("the whole token " + std::to_string(token) + " is not there");
+  for (const auto& whole : {tables_.whole, tables_.whole_after}) {
+    for (const Token token : whole) {
+      hash_ = mixed(hash_, token);
+      if (token >= tokens.size() || tokens[token].empty())
+        refuse("the whole token " + std::to_string(token) + " is not there");
+    }
   }
 }
 
@@ -67,28 +69,37 @@ std::string_view BytePairs::bytes_of(Token token) const {
 std::vector<Token> BytePairs::encode(std::string_view text) const {
   std::vector<Token> tokens;
   KeptPieces kept;
+  take(tables_.whole, text, tokens, [&](std::string_view part) {
+    take(tables_.whole_after, part, tokens, [&](std::string_view rest) { append_text(rest, kept, tokens); });
+  });
+  return tokens;
+}
+
+template <typename Append>
+void BytePairs::take(const std::vector<Token>& whole, std::string_view text, std::vector<Token>& tokens,
+                     const Append& append) const {
   // The next place of each whole token, found again once it is passed.
-  std::vector<std::size_t> next(tables_.whole.size(), 0);
+  std::vector<std::size_t> next(whole.size(), 0);
   std::size_t begin = 0;
   bool is_first = true;
   while (true) {
     std::size_t place = text.size();
     std::size_t chosen = next.size();
     for (std::size_t i = 0; i < next.size(); ++i) {
-      const std::string_view bytes = bytes_of(tables_.whole[i]);
+      const std::string_view bytes = bytes_of(whole[i]);
       if (is_first || next[i] < begin) next[i] = std::min(text.find(bytes, begin), text.size());
       // The longer of two at one place.
-      const bool is_longer = chosen < next.size() && bytes.size() > bytes_of(tables_.whole[chosen]).size();
+      const bool is_longer = chosen < next.size() && bytes.size() > bytes_of(whole[chosen]).size();
       if (next[i] < place || (next[i] == place && place < text.size() && is_longer)) {
         place = next[i];
         chosen = i;
       }
     }
     is_first = false;
-    append_text(text.substr(begin, place - begin), kept, tokens);
-    if (chosen == next.size()) return tokens;
-    tokens.push_back(tables_.whole[chosen]);
-    begin = place + bytes_of(tables_.whole[chosen]).size();
+    append(text.substr(begin, place - begin));
+    if (chosen == next.size()) return;
+    tokens.push_back(whole[chosen]);
+    begin = place + bytes_of(whole[chosen]).size();
   }
 }
 

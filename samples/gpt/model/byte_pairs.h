@@ -22,8 +22,9 @@ class BytePairs {
   struct Tables {
     std::vector<std::string> tokens;  // The bytes of each token. Empty: there is no token of this number.
     std::vector<Merge> merges;        // In the order of ranks.
-    // Tokens that are taken from a text before it is divided, such as <|endoftext|>.
-    std::vector<Token> whole;
+    // Tokens that are taken from a text before it is divided, such as <|endoftext|>, and others that are
+    // taken from the parts that are left then.
+    std::vector<Token> whole, whole_after;
   };
 
   // Errors: throws Error(kCorruption) when a byte has no token or a merge names a token that is not there.
@@ -47,6 +48,10 @@ class BytePairs {
   using KeptPieces = std::unordered_map<std::string_view, std::vector<Token>>;
 
   static std::uint32_t key(Token left, Token right) { return std::uint32_t{left} << 16 | right; }
+  // Appends those of `whole` to `tokens`, and passes what lies between them to `append`.
+  template <typename Append>
+  void take(const std::vector<Token>& whole, std::string_view text, std::vector<Token>& tokens,
+            const Append& append) const;
   void append_text(std::string_view text, KeptPieces& kept, std::vector<Token>& tokens) const;
   std::vector<Token> merged(std::string_view piece) const;
 

@@ -62,7 +62,7 @@ class Reader {
       const Token token = token_of(number, text);
       const std::optional<std::string> bytes = bytes_of(text);
       put(token, bytes ? *bytes : text, text);
-      if (text == kEnd) put_whole(token);
+      if (text == kEnd) put_whole(token, false);
     }
   }
   void add_merge(const std::string& left, const std::string& right) {
@@ -76,11 +76,11 @@ class Reader {
     };
     tables_.merges.push_back({find(left), find(right), find(left + right)});
   }
-  void add_whole(const std::string& text, const Json& number) {
+  void add_whole(const std::string& text, const Json& number, bool is_last) {
     const Token token = token_of(number, text);
     const auto known = tokens_.find(text);
     if (known == tokens_.end()) put(token, text, text);
-    if (!text.empty()) put_whole(token);
+    if (!text.empty()) put_whole(token, is_last);
   }
   BytePairs finish() {
     try {
@@ -119,14 +119,15 @@ class Reader {
     tables_.tokens[token] = bytes;
     tokens_.emplace(text, token);
   }
-  void put_whole(Token token) {
-    if (!std::exchange(is_whole_[token], true)) tables_.whole.push_back(token);
+  void put_whole(Token token, bool is_last) {
+    if (!std::exchange(is_whole_[token], true))
+      (is_last ? tables_.whole_after : tables_.whole).push_back(token);
   }
 
   std::string path_;
   BytePairs::Tables tables_;
   std::vector<char> is_whole_ =
-      std::vector<char>(kVocabularyMax);           // By token: whether it is in tables_.whole.
+      std::vector<char>(kVocabularyMax);           // By token: whether it is a whole one of tables_.
   std::unordered_map<std::string, Token> tokens_;  // By the text in the file.
 };
 
@@ -169,7 +170,10 @@ BytePairs read_whole(const std::string& path, const Json& root) {
     if (!added.is_object() || !added.value("content", Json()).is_string())
       reader.damaged("an added token has no text");
     for (const char* key : {"lstrip", "rstrip", "single_word"}) expect(reader, added, key, {false});
-    reader.add_whole(added["content"].get<std::string>(), added.value("id", Json()));
+    // Tokens that a normalizer may change are taken last, although there is none here.
+    const bool is_special = added.value("special", Json()) == true;
+    const bool is_last = added.value("normalized", Json(!is_special)) == true;
+    reader.add_whole(added["content"].get<std::string>(), added.value("id", Json()), is_last);
   }
   return reader.finish();
 }

@@ -652,9 +652,12 @@ TEST_F(SavedStateFiles, FilesThatAreNotOfASavedStateStay) {
   save(directory_, 7);
   std::ofstream(file("step-000000000007/notes.txt")) << "mine";
   fs::create_directories(file("step-000000000007/more"));
+  std::ofstream(file("step-000000000007/rank-0-of-1.safetensors.sha256")) << "mine";
   for (const std::uint64_t step : {8, 9}) save(directory_, step);
   EXPECT_TRUE(fs::exists(file(".removing-step-000000000007/notes.txt")));
   EXPECT_TRUE(fs::exists(file(".removing-step-000000000007/more")));
+  EXPECT_TRUE(fs::exists(file(".removing-step-000000000007/rank-0-of-1.safetensors.sha256")));
+  EXPECT_FALSE(fs::exists(file(".removing-step-000000000007/rank-0-of-1.safetensors")));
   EXPECT_FALSE(fs::exists(file(".removing-step-000000000007/manifest.json")));
   EXPECT_EQ(load(directory_), 9U);
 }
