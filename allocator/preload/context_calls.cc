@@ -51,6 +51,13 @@ DriverResult primary_release(DriverDevice device) {
   return (preload_state().real.*kCall)(device);
 }
 
+// Its captures and streams end with it.
+DriverResult context_destroy(DriverContext context) {
+  const DriverResult result = preload_state().real.cuCtxDestroy_v2(context);
+  if (result == kDriverSuccess) forget_streams(context);
+  return result;
+}
+
 template <auto kCall>
 DriverResult primary_reset(DriverDevice device) {
   if (is_device(device)) drop_arena(device);
@@ -86,6 +93,7 @@ void replace_context_calls(HookedCalls* calls) {
   replace(&calls->cuDevicePrimaryCtxRelease_v2, primary_release<&HookedCalls::cuDevicePrimaryCtxRelease_v2>);
   replace(&calls->cuDevicePrimaryCtxReset, primary_reset<&HookedCalls::cuDevicePrimaryCtxReset>);
   replace(&calls->cuDevicePrimaryCtxReset_v2, primary_reset<&HookedCalls::cuDevicePrimaryCtxReset_v2>);
+  replace(&calls->cuCtxDestroy_v2, context_destroy);
   replace(&calls->cuStreamDestroy_v2, destroy_stream);
   replace(&calls->cuStreamBeginCapture, begin_capture<&HookedCalls::cuStreamBeginCapture, false>);
   replace(&calls->cuStreamBeginCapture_ptsz, begin_capture<&HookedCalls::cuStreamBeginCapture_ptsz, true>);

@@ -221,6 +221,7 @@ TEST(PreloadMemory, NothingWaitsWhileAnyStreamIsCapturedAndFreesDoAgainAfterward
             "its stream has ended: idle 1\n"
             "it was invalid: idle 1\n"
             "its thread was elsewhere: idle 0\n"
+            "its context is gone: idle 1\n"
             "its thread has ended: idle 1\n"
             "freed by a graph: 0\n");
   EXPECT_EQ(run.record().live_bytes, 0u);

@@ -519,6 +519,13 @@ int captures() {
   CHECK_CU(per_thread.cuStreamEndCapture(nullptr, &unused));
   CHECK_CU(driver.cuCtxDestroy_v2(own));
 
+  // With its context.
+  CHECK_CU(driver.cuCtxCreate_v2(&own, 0, 0));
+  CHECK_CU(per_thread.cuStreamBeginCapture_v2(nullptr, CuCaptureMode::kRelaxed));
+  CHECK_CU(driver.cuCtxDestroy_v2(own));
+  CHECK_CU(driver.cuCtxSetCurrent(context));
+  if (tell_free("its context is gone") != 0) return 1;
+
   // With its thread, whose default stream it was.
   std::thread([] {
     (void)driver.cuCtxSetCurrent(context);
