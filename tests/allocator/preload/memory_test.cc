@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "allocator/preload/block_book.h"
+#include "allocator/preload/calls.h"
 #include "tests/allocator/preload/preload_run.h"
 
 namespace forebay::testing {

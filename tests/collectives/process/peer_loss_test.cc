@@ -155,7 +155,7 @@ TEST_P(PeerLoss, ARankThatStopsWhileRanksConnectIsNamedByAll) {
           [&](int rank) {
             return std::vector<std::string>{rank == silent ? "met" : "idle", stops};
           },
-          "1000");
+          "3000");
       Process& stopped = *ranks_[static_cast<std::size_t>(silent)];
       ASSERT_TRUE(stopped.wait_for_output("met\n"));
       std::set<std::string> causes;
