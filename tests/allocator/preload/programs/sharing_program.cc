@@ -248,6 +248,15 @@ int both(const char* program) {
   return ended;
 }
 
+int share_a_pattern(CuDevicePtr* block, Message* message) {
+  CHECK_CU(driver.cuMemAlloc_v2(block, kBytes));
+  const std::vector<std::uint32_t> mine = pattern(1);
+  CHECK_CU(driver.cuMemcpyHtoD_v2(*block, mine.data(), kBytes));
+  CHECK_CU(driver.cuCtxSynchronize());
+  CHECK_CU(driver.cuIpcGetMemHandle(&message->handle, *block));
+  return 0;
+}
+
 // The opening process: blocks that it has mapped outlive the other process; others cannot be opened any more.
 int survive() {
   Message message;
@@ -279,12 +288,8 @@ int be_killed(const char* program) {
   const Child child = start_second(program, "survive");
   if (start() != 0) return 1;
   CuDevicePtr block = 0;
-  CHECK_CU(driver.cuMemAlloc_v2(&block, kBytes));
-  const std::vector<std::uint32_t> mine = pattern(1);
-  CHECK_CU(driver.cuMemcpyHtoD_v2(block, mine.data(), kBytes));
-  CHECK_CU(driver.cuCtxSynchronize());
   Message message;
-  CHECK_CU(driver.cuIpcGetMemHandle(&message.handle, block));
+  if (share_a_pattern(&block, &message) != 0) return 1;
   CHECK(::write(child.input, &message, sizeof message) == static_cast<ssize_t>(sizeof message));
   int number = 0;
   ::sigwait(&wanted, &number);
@@ -305,12 +310,8 @@ int be_crowded(const char* program, bool is_awaited) {
   const Child child = start_second(program, "open");
   if (start() != 0) return 1;
   CuDevicePtr block = 0;
-  CHECK_CU(driver.cuMemAlloc_v2(&block, kBytes));
-  const std::vector<std::uint32_t> mine = pattern(1);
-  CHECK_CU(driver.cuMemcpyHtoD_v2(block, mine.data(), kBytes));
-  CHECK_CU(driver.cuCtxSynchronize());
   Message message;
-  CHECK_CU(driver.cuIpcGetMemHandle(&message.handle, block));
+  if (share_a_pattern(&block, &message) != 0) return 1;
   while (is_awaited && !is_waiting("forebay-ipc")) ::sched_yield();
   rlimit limit{};
   CHECK(::getrlimit(RLIMIT_NOFILE, &limit) == 0);
@@ -424,9 +425,8 @@ int share_with_the_interrupted(const char* program) {
   const Child child = start_second(program, "open-while-interrupted");
   if (start() != 0) return 1;
   CuDevicePtr block = 0;
-  CHECK_CU(driver.cuMemAlloc_v2(&block, kBytes));
   Message message;
-  CHECK_CU(driver.cuIpcGetMemHandle(&message.handle, block));
+  if (share_a_pattern(&block, &message) != 0) return 1;
   CHECK(::write(child.input, &message, sizeof message) == static_cast<ssize_t>(sizeof message));
   std::printf("second: %d\n", wait_for(child));
   return 0;
@@ -436,12 +436,8 @@ int be_held_up(const char* program) {
   const Child child = start_second(program, "open");
   if (start() != 0) return 1;
   CuDevicePtr block = 0;
-  CHECK_CU(driver.cuMemAlloc_v2(&block, kBytes));
-  const std::vector<std::uint32_t> mine = pattern(1);
-  CHECK_CU(driver.cuMemcpyHtoD_v2(block, mine.data(), kBytes));
-  CHECK_CU(driver.cuCtxSynchronize());
   Message message;
-  CHECK_CU(driver.cuIpcGetMemHandle(&message.handle, block));
+  if (share_a_pattern(&block, &message) != 0) return 1;
   // A handle has token and process.
   std::uint64_t token = 0;
   std::int32_t process = 0;
