@@ -53,8 +53,8 @@ BytePairs::BytePairs(Tables tables) : tables_(std::move(tables)), hash_(0xCBF29C
     }
     rules_.try_emplace(key(merge.left, merge.right), Rule{rank++, merge.result});
   }
-  for (const auto& whole : {tables_.whole, tables_.whole_after}) {
-    for (const Token token : whole) {
+  for (const auto* const whole : {&tables_.whole, &tables_.whole_after}) {
+    for (const Token token : *whole) {
       hash_ = mixed(hash_, token);
       if (token >= tokens.size() || tokens[token].empty())
         refuse("the whole token " + std::to_string(token) + " is not there");

@@ -407,13 +407,18 @@ TEST_F(SavedStateFiles, AManifestThatCannotBeReadIsNotPublished) {
   EXPECT_EQ(load(directory_), 2U);
 }
 
-TEST_F(SavedStateFiles, AStateOfMoreRanksOrElementsThanThereAreIsRefused) {
+// The state has one parameter with one element, which is 1.
+void save_one_value(const std::string& directory) {
   SavedStateFacts facts;
   facts.parameters = {{.name = "p", .count = 1}};
-  SavedStateWriter writer(directory_, facts);
+  SavedStateWriter writer(directory, facts);
   const float value = 1;
   writer.write({&value, 1});
   writer.finish();
+}
+
+TEST_F(SavedStateFiles, AStateOfMoreRanksOrElementsThanThereAreIsRefused) {
+  save_one_value(directory_);
   EXPECT_EQ(SavedStateReader(directory_).facts().ranks, 1);
   const std::string manifest = file("step-000000000000/manifest.json");
   change_manifest(manifest, [](nlohmann::json& json) { json["ranks"] = 5'000'000'000; });
@@ -634,18 +639,13 @@ TEST_F(SavedStateFiles, AStateIsSavedAlsoWhereOldOnesCannotBeListed) {
 }
 
 TEST_F(SavedStateFiles, IsReadToItsEndAlsoWhereItIsRemovedMeanwhile) {
-  SavedStateFacts facts;
-  facts.parameters = {{.name = "p", .count = 1}};
-  SavedStateWriter writer(directory_, facts);
-  const float value = 1;
-  writer.write({&value, 1});
-  writer.finish();
+  save_one_value(directory_);
   SavedStateReader reader(directory_);
   fs::remove_all(reader.facts().path);
   float found = 0;
   reader.read(reader.facts().parameters.front(), SavedField::kMaster,
               [&](Span<const float> values) { found = values[0]; });
-  EXPECT_EQ(found, value);
+  EXPECT_EQ(found, 1.0f);
 }
 
 TEST_F(SavedStateFiles, FilesThatAreNotOfASavedStateStay) {
