@@ -120,7 +120,10 @@ def _hold_while_collecting(sharded: Sharded, unit: Any) -> None:
             stack.enter_context(sharded.reading([unit]))
 
     def after(module: nn.Module, *_: Any) -> None:
-        sharded.collecting.pop()[-1].close()
+        # Another thread may be in a state_dict() of its own.
+        mine = (module, threading.get_ident())
+        at = max(i for i, entry in enumerate(sharded.collecting) if entry[:2] == mine)
+        sharded.collecting.pop(at)[-1].close()
 
     unit.plan.module.register_state_dict_pre_hook(before)
     unit.plan.module._register_state_dict_hook(after)
