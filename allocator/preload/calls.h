@@ -115,6 +115,7 @@ enum { kNullStreamANY = 0, kNullStreamLEGACY = 1, kNullStreamTHREAD = 2 };
   X(cuPointerGetAttribute, cuPointerGetAttribute, 4000, ANY, (void* data, unsigned attribute, DriverAddress address), (data, attribute, address)) \
   X(cuPointerGetAttributes, cuPointerGetAttributes, 7000, ANY, (unsigned count, unsigned* attributes, void** data, DriverAddress address), (count, attributes, data, address)) \
   X(cuPointerSetAttribute, cuPointerSetAttribute, 6000, ANY, (const void* value, unsigned attribute, DriverAddress address), (value, attribute, address)) \
+  X(cuMemGetAddressRange, cuMemGetAddressRange_v2, 3020, ANY, (DriverAddress* base, size_t* bytes, DriverAddress address), (base, bytes, address)) \
   /* memory made known outside the process */ \
   X(cuIpcGetMemHandle, cuIpcGetMemHandle, 4010, ANY, (DriverIpcHandle* handle, DriverAddress address), (handle, address)) \
   X(cuIpcOpenMemHandle, cuIpcOpenMemHandle, 4010, ANY, (DriverAddress* address, DriverIpcHandle handle, unsigned flags), (address, handle, flags)) \
@@ -156,7 +157,6 @@ enum { kNullStreamANY = 0, kNullStreamLEGACY = 1, kNullStreamTHREAD = 2 };
   X(cuStreamQuery, (DriverStream stream)) \
   X(cuStreamSynchronize, (DriverStream stream)) \
   X(cuStreamIsCapturing, (DriverStream stream, unsigned* status)) \
-  X(cuMemGetAddressRange_v2, (DriverAddress* base, size_t* bytes, DriverAddress address)) \
   X(cuMemAddressReserve, (DriverAddress* address, size_t bytes, size_t alignment, DriverAddress hint, unsigned long long flags)) \
   X(cuMemAddressFree, (DriverAddress address, size_t bytes)) \
   X(cuMemMap, (DriverAddress address, size_t bytes, size_t offset, DriverMemory memory, unsigned long long flags)) \

@@ -285,13 +285,15 @@ std::uint64_t Sharing::token() {
 // Lists the chunks behind the block in the order of addresses.
 bool find_chunks(SharedBlock* block) {
   const PreloadState& state = preload_state();
-  if (state.real.cuMemRetainAllocationHandle == nullptr || state.used.cuMemExportToShareableHandle == nullptr)
+  if (state.real.cuMemGetAddressRange_v2 == nullptr || state.real.cuMemRetainAllocationHandle == nullptr ||
+      state.used.cuMemExportToShareableHandle == nullptr) {
     return false;
+  }
   DevicePtr next = block->begin;
   while (next < block->begin + block->bytes) {
     DriverAddress base = 0;
     SharedChunk chunk{};
-    if (state.used.cuMemGetAddressRange_v2(&base, &chunk.bytes, driver_address(next)) != kDriverSuccess ||
+    if (state.real.cuMemGetAddressRange_v2(&base, &chunk.bytes, driver_address(next)) != kDriverSuccess ||
         state.real.cuMemRetainAllocationHandle(&chunk.memory, next) != kDriverSuccess) {
       return false;
     }
@@ -459,11 +461,13 @@ struct OpenedBlock {
   DriverAddress base = 0;
   std::size_t reserved_bytes = 0;
   std::vector<std::size_t> mapped;  // The chunks' sizes, side by side from `base`.
-  DriverAddress address = 0;
+  DriverAddress address = 0;        // The block: `bytes` from here.
+  std::size_t bytes = 0;
   std::size_t count = 0;
 };
 
 struct Opened {
+  std::atomic<std::size_t> block_count{0};
   std::mutex mutex;
   // Guarded by mutex.
   std::map<OpenedKey, OpenedBlock> blocks;
@@ -615,18 +619,33 @@ DriverResult open_shared_block(const DriverIpcHandle& handle, unsigned flags, Dr
     return result == kDriverOutOfMemory ? result : static_cast<DriverResult>(kDriverMapFailed);
   }
   block.address = block.base + reply.offset;
+  block.bytes = reply.bytes;
   block.count = 1;
   OpenedBlock mine = block;
   bool is_late = false;
   {
     const std::lock_guard lock(all.mutex);
     const auto [known, added] = all.blocks.emplace(key, std::move(block));
+    all.block_count = all.blocks.size();
     is_late = !added;
     if (is_late) ++known->second.count;
     *address = known->second.address;
   }
   if (is_late) unmap(mine);  // Another thread was faster.
   return kDriverSuccess;
+}
+
+bool find_opened_block(DriverAddress address, DriverAddress* begin, std::size_t* bytes) {
+  Opened& all = opened();
+  if (all.block_count == 0) return false;
+  const std::lock_guard lock(all.mutex);
+  for (const auto& [key, block] : all.blocks) {
+    if (address - block.address >= block.bytes) continue;
+    *begin = block.address;
+    *bytes = block.bytes;
+    return true;
+  }
+  return false;
 }
 
 bool close_shared_block(DriverAddress address, DriverResult* result) {
@@ -641,6 +660,7 @@ bool close_shared_block(DriverAddress address, DriverResult* result) {
     if (--found->second.count > 0) return true;
     last = std::move(found->second);
     all.blocks.erase(found);
+    all.block_count = all.blocks.size();
   }
   // Unmapping does not wait for queued work, so wait here.
   if (!any_capture()) *result = preload_state().used.cuCtxSynchronize();

@@ -31,6 +31,9 @@ bool is_shared_handle(const DriverIpcHandle& handle);
 // one more close_shared_block.
 DriverResult open_shared_block(const DriverIpcHandle& handle, unsigned flags, DriverAddress* address);
 
+// Finds the opened block around the address.
+bool find_opened_block(DriverAddress address, DriverAddress* begin, std::size_t* bytes);
+
 // Undoes one opening. The last one waits for all work of the current context and unmaps. False: no shared
 // block was opened at that address.
 bool close_shared_block(DriverAddress address, DriverResult* result);

@@ -15,6 +15,7 @@ namespace {
 enum : unsigned {
   kP2pTokens = 5,
   kSyncMemops = 6,
+  kIsIpcCapable = 10,
   kRangeStart = 11,
   kRangeSize = 12,
   kPoolHandle = 17,
@@ -28,18 +29,39 @@ bool is_ours(DriverAddress address) {
   return ProcessArenas::of_process().blocks().is_arena_address(device_pointer(address));
 }
 
-// Answers with the program's block; the driver would answer with the whole reservation.
-bool answer_attribute(void* data, unsigned attribute, DriverAddress address) {
-  if (attribute != kRangeStart && attribute != kRangeSize && attribute != kPoolHandle) return false;
-  DevicePtr begin = nullptr;
-  BlockFacts facts;
-  if (!ProcessArenas::of_process().blocks().find(device_pointer(address), &begin, &facts) ||
-      facts.device < 0) {
+// Finds the block around the address: of an arena, or opened from another process (facts->device is -1).
+bool find_block(DriverAddress address, DriverAddress* begin, BlockFacts* facts) {
+  if (find_opened_block(address, begin, &facts->bytes)) return true;
+  DevicePtr block = nullptr;
+  if (!is_ours(address) ||
+      !ProcessArenas::of_process().blocks().find(device_pointer(address), &block, facts) ||
+      facts->device < 0) {
     return false;
   }
-  if (attribute == kRangeStart) {
-    const DriverAddress start = driver_address(begin);
-    std::memcpy(data, &start, sizeof start);
+  *begin = driver_address(block);
+  return true;
+}
+
+bool can_share(int device) {
+  const ProcessArenas::Use use = ProcessArenas::of_process().find(device);
+  return use && use.backend().chunks_have_posix_fd();
+}
+
+// Answers as for memory of cuMemAlloc. The driver would answer for the chunk or the whole reservation.
+bool answer_attribute(void* data, unsigned attribute, DriverAddress address) {
+  if (attribute != kIsIpcCapable && attribute != kRangeStart && attribute != kRangeSize &&
+      attribute != kPoolHandle) {
+    return false;
+  }
+  DriverAddress begin = 0;
+  BlockFacts facts;
+  if (!find_block(address, &begin, &facts)) return false;
+  if (attribute == kIsIpcCapable) {
+    if (!can_share(facts.device)) return false;
+    // CUDA does not say how wide this answer is. The driver has set all of it to 0.
+    *static_cast<unsigned char*>(data) = 1;
+  } else if (attribute == kRangeStart) {
+    std::memcpy(data, &begin, sizeof begin);
   } else if (attribute == kRangeSize) {
     std::memcpy(data, &facts.bytes, sizeof facts.bytes);
   } else {
@@ -52,17 +74,17 @@ bool answer_attribute(void* data, unsigned attribute, DriverAddress address) {
 
 DriverResult pointer_get_attribute(void* data, unsigned attribute, DriverAddress address) {
   const DriverResult result = preload_state().real.cuPointerGetAttribute(data, attribute, address);
-  if (data == nullptr || !is_ours(address)) return result;
-  if (result == kDriverSuccess && attribute == kP2pTokens) pin(address, 1);
+  if (data == nullptr) return result;
+  if (result == kDriverSuccess && attribute == kP2pTokens && is_ours(address)) pin(address, 1);
   return answer_attribute(data, attribute, address) ? static_cast<DriverResult>(kDriverSuccess) : result;
 }
 
 DriverResult pointer_get_attributes(unsigned count, unsigned* attributes, void** data,
                                     DriverAddress address) {
   const DriverResult result = preload_state().real.cuPointerGetAttributes(count, attributes, data, address);
-  if (result != kDriverSuccess || !is_ours(address)) return result;
+  if (result != kDriverSuccess) return result;
   for (unsigned i = 0; i < count; ++i) {
-    if (attributes[i] == kP2pTokens) pin(address, 1);
+    if (attributes[i] == kP2pTokens && is_ours(address)) pin(address, 1);
     (void)answer_attribute(data[i], attributes[i], address);
   }
   return result;
@@ -75,17 +97,23 @@ DriverResult pointer_set_attribute(const void* value, unsigned attribute, Driver
   return result;
 }
 
-DriverResult retain_allocation_handle(DriverMemory* memory, void* address) {
-  const PreloadState& state = preload_state();
-  const DriverResult result = state.real.cuMemRetainAllocationHandle(memory, address);
-  const DriverAddress inside = driver_address(static_cast<DevicePtr>(address));
-  if (result != kDriverSuccess || !is_ours(inside)) return result;
-  // The handle is that of the whole mapping, with all blocks in it.
-  DriverAddress base = inside;
-  std::size_t bytes = 1;
-  (void)state.used.cuMemGetAddressRange_v2(&base, &bytes, inside);
-  pin(base, bytes);
+DriverResult get_address_range(DriverAddress* base, std::size_t* bytes, DriverAddress address) {
+  const DriverResult result = preload_state().real.cuMemGetAddressRange_v2(base, bytes, address);
+  DriverAddress begin = 0;
+  BlockFacts facts;
+  if (result != kDriverSuccess || !find_block(address, &begin, &facts)) return result;
+  if (base != nullptr) *base = begin;
+  if (bytes != nullptr) *bytes = facts.bytes;
   return result;
+}
+
+// As for memory of cuMemAlloc. The handle would be that of a chunk, which can have other blocks in it, and
+// need not have all of this one.
+DriverResult retain_allocation_handle(DriverMemory* memory, void* address) {
+  DriverAddress begin = 0;
+  BlockFacts facts;
+  if (find_block(driver_address(static_cast<DevicePtr>(address)), &begin, &facts)) return kDriverInvalidValue;
+  return preload_state().real.cuMemRetainAllocationHandle(memory, address);
 }
 
 DriverResult get_handle_for_address_range(void* handle, DriverAddress address, std::size_t bytes,
@@ -137,6 +165,7 @@ void replace_sharing_calls(HookedCalls* calls) {
   replace(&calls->cuPointerGetAttribute, pointer_get_attribute);
   replace(&calls->cuPointerGetAttributes, pointer_get_attributes);
   replace(&calls->cuPointerSetAttribute, pointer_set_attribute);
+  replace(&calls->cuMemGetAddressRange_v2, get_address_range);
   replace(&calls->cuMemRetainAllocationHandle, retain_allocation_handle);
   replace(&calls->cuMemGetHandleForAddressRange, get_handle_for_address_range);
   replace(&calls->cuMulticastBindAddr, multicast_bind_address);

@@ -336,16 +336,26 @@ TEST(PreloadMemory, MemoryKnownOutsideKeepsItsAddress) {
 
   EXPECT_EQ(run.finished.exit_code, 0);
   EXPECT_EQ(run.finished.output,
-            "handle 0\nsame address 1, same memory 1\non another stream 0, on the same 1\n"
+            "same address 1, same memory 1\non another stream 0, on the same 1\n"
             "on the thread's own 1\n");
   run.expect_no_hazard();
 }
 
-TEST(PreloadMemory, AllBlocksOfAMappingThatIsKnownOutsideKeepTheirAddresses) {
-  PreloadRun run(matter("pinned-together"));
+TEST(PreloadMemory, ABlockThatIsUsedAgainStaysPinned) {
+  PreloadRun run(matter("pinned-again"));
 
   EXPECT_EQ(run.finished.exit_code, 0);
   EXPECT_EQ(run.finished.output, "same address 1\nsame address 1\n");
+  run.expect_no_hazard();
+}
+
+TEST(PreloadMemory, BlocksHaveNoHandleOfVirtualMemory) {
+  const PreloadRun bare(matter("handles"), "none", {{"FAKE_CUDA_FREE_WAITS", "1"}});
+  PreloadRun run(matter("handles"));
+
+  EXPECT_EQ(run.finished.exit_code, 0);
+  EXPECT_EQ(run.finished.output, "1\n1\n");
+  EXPECT_EQ(run.finished.output, bare.finished.output);
   run.expect_no_hazard();
 }
 

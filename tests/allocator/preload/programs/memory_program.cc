@@ -842,13 +842,20 @@ int ask_again(CuDevicePtr block, CuDevicePtr* again) {
   return 0;
 }
 
+// Gets the tokens by which another device's driver finds the memory.
+int show_outside(CuDevicePtr block) {
+  CuPointerAttribute tokens = CuPointerAttribute::kP2pTokens;
+  std::uint64_t values[2] = {};
+  void* answers[] = {values};
+  CHECK_CU(driver.cuPointerGetAttributes(1, &tokens, answers, block));
+  return 0;
+}
+
 // Memory that is known outside the process keeps its address, even after it was freed.
 int pinned() {
   CuDevicePtr block = 0, other = 0;
   CHECK_CU(driver.cuMemAlloc_v2(&block, 6 * kMiB));
-  CuMemHandle handle = 0;
-  const CuResult retained = driver.cuMemRetainAllocationHandle(&handle, reinterpret_cast<void*>(block));
-  std::printf("handle %u\n", number(retained));
+  if (show_outside(block) != 0) return 1;
   CHECK_CU(driver.cuMemsetD8_v2(block, 0x77, 6 * kMiB));
   CHECK_CU(driver.cuMemFree_v2(block));
   std::vector<CuDevicePtr> others;
@@ -880,7 +887,6 @@ int pinned() {
   CHECK_CU(per_thread.cuMemAllocAsync(&again, 6 * kMiB, nullptr));
   std::printf("on the thread's own %d\n", again == block);
   CHECK_CU(driver.cuMemFree_v2(again));
-  if (retained == CuResult::kSuccess) CHECK_CU(driver.cuMemRelease(handle));
   // The attribute with which a program registers memory with another device.
   CuDevicePtr registered = 0;
   unsigned on = 1;
@@ -958,36 +964,34 @@ int two_in_need() {
   return 0;
 }
 
-// The handle of a mapping is that of all blocks in it.
-int pinned_together() {
-  CuDevicePtr a = 0, b = 0;
-  CHECK_CU(driver.cuMemAlloc_v2(&a, kMiB / 2));
-  CHECK_CU(driver.cuMemAlloc_v2(&b, kMiB / 2));
-  CHECK(a >> 21 == b >> 21);
-  CuMemHandle handle = 0;
-  CHECK_CU(driver.cuMemRetainAllocationHandle(&handle, reinterpret_cast<void*>(a)));
-  CHECK_CU(driver.cuMemFree_v2(b));
-  if (surround(b, kMiB / 2) != 0) return 1;
-  // Used again and freed again, it is pinned still.
+// Used again and freed again, a block is pinned still.
+int pinned_again() {
+  CuDevicePtr block = 0;
+  CHECK_CU(driver.cuMemAlloc_v2(&block, kMiB / 2));
+  if (show_outside(block) != 0) return 1;
+  CHECK_CU(driver.cuMemFree_v2(block));
+  if (surround(block, kMiB / 2) != 0) return 1;
   for (int i = 0; i < 2; ++i) {
     CuDevicePtr again = 0;
     CHECK_CU(driver.cuMemAlloc_v2(&again, kMiB / 2));
-    std::printf("same address %d\n", again == b);
+    std::printf("same address %d\n", again == block);
     CHECK_CU(driver.cuMemFree_v2(again));
-    if (surround(b, kMiB / 2) != 0) return 1;
+    if (surround(block, kMiB / 2) != 0) return 1;
   }
-  CHECK_CU(driver.cuMemRelease(handle));
-  CHECK_CU(driver.cuMemFree_v2(a));
+  return 0;
+}
 
-  // The tokens by which another device's driver finds the memory.
-  CuDevicePtr shown = 0;
-  CHECK_CU(driver.cuMemAlloc_v2(&shown, 3 * kMiB / 4));
-  CuPointerAttribute tokens = CuPointerAttribute::kP2pTokens;
-  std::uint64_t values[2] = {};
-  void* answers[] = {values};
-  CHECK_CU(driver.cuPointerGetAttributes(1, &tokens, answers, shown));
-  CHECK_CU(driver.cuMemFree_v2(shown));
-  return surround(shown, 3 * kMiB / 4);
+// A block has no handle of cuMemCreate: such a handle would be that of a chunk, with other blocks in it.
+int handles() {
+  CuDevicePtr block = 0;
+  CHECK_CU(driver.cuMemAlloc_v2(&block, 3 * kMiB));
+  for (const CuDevicePtr address : {block, block + 2 * kMiB}) {
+    CuMemHandle handle = 0;
+    std::printf("%u\n",
+                number(driver.cuMemRetainAllocationHandle(&handle, reinterpret_cast<void*>(address))));
+  }
+  CHECK_CU(driver.cuMemFree_v2(block));
+  return 0;
 }
 
 // A network card that has the descriptor of a block reaches the same memory by it after the free.
@@ -1077,7 +1081,8 @@ int run(const std::string& matter) {
                                                                {"capture-reset", capture_reset},
                                                                {"make-way", make_way},
                                                                {"ended-streams", ended_streams},
-                                                               {"pinned-together", pinned_together},
+                                                               {"pinned-again", pinned_again},
+                                                               {"handles", handles},
                                                                {"two-in-need", two_in_need},
                                                                {"host-memory", host_memory}};
   if (!query_driver("libcuda.so.1", kProcAddressDefault, &driver) ||

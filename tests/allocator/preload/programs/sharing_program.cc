@@ -68,6 +68,19 @@ bool holds(CuDevicePtr address, std::uint32_t seed) {
   return driver.cuMemcpyDtoH_v2(back.data(), address, kBytes) == CuResult::kSuccess && back == pattern(seed);
 }
 
+// Whether the driver gives the block as the range around an address inside it.
+bool is_block(CuDevicePtr block) {
+  CuDevicePtr base = 0, begin = 0;
+  std::size_t base_bytes = 0, bytes = 0;
+  const CuDevicePtr inside = block + kBytes / 2;
+  CuPointerAttribute asked[] = {CuPointerAttribute::kRangeStartAddr, CuPointerAttribute::kRangeSize};
+  void* answers[] = {&begin, &bytes};
+  return driver.cuMemGetAddressRange_v2(&base, &base_bytes, inside) == CuResult::kSuccess && base == block &&
+         base_bytes == kBytes &&
+         driver.cuPointerGetAttributes(2, asked, answers, inside) == CuResult::kSuccess && begin == block &&
+         bytes == kBytes;
+}
+
 // Fragmented memory: the free ranges lie between blocks that stay.
 int allocate_in_pieces(CuDevicePtr* block, std::vector<CuDevicePtr>* kept) {
   std::vector<CuDevicePtr> others;
@@ -115,6 +128,7 @@ int second() {
   CHECK((received_count > 0) == (std::getenv("FOREBAY_PRELOAD") != nullptr));
   CHECK(inherited_count == 0);
   CHECK(holds(address, 1));
+  CHECK(is_block(address));
   // Opened twice, it is there until it was closed twice.
   CHECK_CU(driver.cuIpcOpenMemHandle_v2(&again, message.handle, kIpcLazyEnablePeerAccess));
   CHECK(again == address);
@@ -227,7 +241,12 @@ int both(const char* program) {
   CHECK_CU(driver.cuCtxSynchronize());
   Message message, same;
   CHECK_CU(driver.cuIpcGetMemHandle(&message.handle, block));
-  CHECK_CU(driver.cuIpcGetMemHandle(&same.handle, block));
+  // MPI libraries ask for an address inside the block, and add its offset to the opened address.
+  CHECK(is_block(block));
+  CHECK_CU(driver.cuIpcGetMemHandle(&same.handle, block + kBytes / 2));
+  int can_share = 0;
+  CHECK_CU(driver.cuPointerGetAttribute(&can_share, CuPointerAttribute::kIsLegacyCudaIpcCapable, block));
+  CHECK(can_share == 1);
   CHECK(std::memcmp(&message, &same, sizeof message) == 0);
   const bool is_preloaded = std::getenv("FOREBAY_PRELOAD") != nullptr;
   // A thread that has just been made has no signals yet in any case.
