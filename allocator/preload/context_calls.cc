@@ -11,6 +11,8 @@ namespace {
 
 // How often the program has retained the device's primary context. The arena retains it once more.
 constinit std::atomic<int> retained[kPreloadDeviceLimit] = {};
+// The context that it got by that.
+constinit std::atomic<DriverContext> primary[kPreloadDeviceLimit] = {};
 
 bool is_device(DriverDevice device) {
   return device >= 0 && device < kPreloadDeviceLimit;
@@ -37,31 +39,41 @@ void drop_arena(DriverDevice device) {
 
 DriverResult primary_retain(DriverContext* context, DriverDevice device) {
   const DriverResult result = preload_state().real.cuDevicePrimaryCtxRetain(context, device);
-  if (result == kDriverSuccess && is_device(device)) retained[device].fetch_add(1, std::memory_order_relaxed);
+  if (result == kDriverSuccess && is_device(device)) {
+    retained[device].fetch_add(1, std::memory_order_relaxed);
+    primary[device] = *context;
+  }
   return result;
 }
 
 template <auto kCall>
 DriverResult primary_release(DriverDevice device) {
+  int before = 0;
   if (is_device(device)) {
-    const int before = retained[device].load(std::memory_order_relaxed);
+    before = retained[device].load(std::memory_order_relaxed);
     if (before > 0) retained[device].fetch_sub(1, std::memory_order_relaxed);
     if (before == 1) drop_arena(device);
   }
-  return (preload_state().real.*kCall)(device);
+  const DriverResult result = (preload_state().real.*kCall)(device);
+  if (result == kDriverSuccess && before == 1) forget_opened_blocks(primary[device]);
+  return result;
 }
 
 // Its captures and streams end with it.
 DriverResult context_destroy(DriverContext context) {
   const DriverResult result = preload_state().real.cuCtxDestroy_v2(context);
-  if (result == kDriverSuccess) forget_streams(context);
+  if (result != kDriverSuccess) return result;
+  forget_streams(context);
+  forget_opened_blocks(context);
   return result;
 }
 
 template <auto kCall>
 DriverResult primary_reset(DriverDevice device) {
   if (is_device(device)) drop_arena(device);
-  return (preload_state().real.*kCall)(device);
+  const DriverResult result = (preload_state().real.*kCall)(device);
+  if (result == kDriverSuccess && is_device(device)) forget_opened_blocks(primary[device]);
+  return result;
 }
 
 // --- captures ---

@@ -464,6 +464,7 @@ struct OpenedBlock {
   DriverAddress address = 0;        // The block: `bytes` from here.
   std::size_t bytes = 0;
   std::size_t count = 0;
+  DriverContext context = nullptr;
 };
 
 struct Opened {
@@ -620,6 +621,7 @@ DriverResult open_shared_block(const DriverIpcHandle& handle, unsigned flags, Dr
   }
   block.address = block.base + reply.offset;
   block.bytes = reply.bytes;
+  (void)preload_state().used.cuCtxGetCurrent(&block.context);
   block.count = 1;
   OpenedBlock mine = block;
   bool is_late = false;
@@ -646,6 +648,22 @@ bool find_opened_block(DriverAddress address, DriverAddress* begin, std::size_t*
     return true;
   }
   return false;
+}
+
+void forget_opened_blocks(DriverContext context) {
+  Opened& all = opened();
+  std::vector<OpenedBlock> gone;
+  {
+    const std::lock_guard lock(all.mutex);
+    for (auto i = all.blocks.begin(); i != all.blocks.end();) {
+      const auto entry = i++;
+      if (entry->second.context != context) continue;
+      gone.push_back(std::move(entry->second));
+      all.blocks.erase(entry);
+    }
+    all.block_count = all.blocks.size();
+  }
+  for (const OpenedBlock& block : gone) unmap(block);
 }
 
 bool close_shared_block(DriverAddress address, DriverResult* result) {

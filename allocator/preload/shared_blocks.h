@@ -34,6 +34,9 @@ DriverResult open_shared_block(const DriverIpcHandle& handle, unsigned flags, Dr
 // Finds the opened block around the address.
 bool find_opened_block(DriverAddress address, DriverAddress* begin, std::size_t* bytes);
 
+// Unmaps what was opened in a context that is gone, as the driver does with memory that it has opened.
+void forget_opened_blocks(DriverContext context);
+
 // Undoes one opening. The last one waits for all work of the current context and unmaps. False: no shared
 // block was opened at that address.
 bool close_shared_block(DriverAddress address, DriverResult* result);

@@ -393,7 +393,18 @@ int open_each() {
     CuDevicePtr address = 0;
     CHECK_CU(driver.cuIpcOpenMemHandle_v2(&address, message.handle, kIpcLazyEnablePeerAccess));
     CHECK(holds(address, round));
-    CHECK_CU(driver.cuIpcCloseMemHandle(address));
+    if (round == 1) {
+      CHECK_CU(driver.cuIpcCloseMemHandle(address));
+    } else {
+      // Opened memory ends with its context.
+      CuContext context = nullptr;
+      CHECK_CU(driver.cuDevicePrimaryCtxReset_v2(0));
+      CHECK_CU(driver.cuDevicePrimaryCtxRetain(&context, 0));
+      CHECK_CU(driver.cuCtxSetCurrent(context));
+      std::uint32_t word = 0;
+      CHECK(driver.cuMemcpyDtoH_v2(&word, address, sizeof word) == CuResult::kInvalidValue);
+      CHECK(driver.cuIpcCloseMemHandle(address) == CuResult::kInvalidValue);
+    }
     ::raise(SIGSTOP);
   }
   return 0;
