@@ -655,6 +655,34 @@ class Loops(unittest.TestCase):
             with tempfile.TemporaryDirectory() as directory:
                 self.compare(loop, stage)
 
+    def test_state_dict_in_two_threads(self):
+        for stage in STAGES:
+            model = forebay.shard(make(), stage=stage)
+            order = []
+            begun, first_is_done = threading.Barrier(2, timeout=20), threading.Event()
+
+            def both_have_begun(*_):
+                begun.wait()
+                if threading.current_thread() is not order[0]:
+                    first_is_done.wait(20)  # The one that began first also ends first.
+
+            def collected():
+                order.append(threading.current_thread())
+                values = model.state_dict()
+                first_is_done.set()
+                return values
+
+            handle = model[2].register_state_dict_pre_hook(both_have_begun)
+            with concurrent.futures.ThreadPoolExecutor(2) as pool:
+                found = [future.result() for future in [pool.submit(collected) for _ in range(2)]]
+            handle.remove()
+            for values in found:
+                for name, value in make().state_dict().items():
+                    self.assertTrue(torch.equal(values[name], value), (stage, name))
+            optimizer = forebay.AdamW(model, lr=0.05)
+            model(inputs(0)).square().sum().backward()
+            optimizer.step()
+
     def test_the_model_goes_on_after_an_interrupt_where_writing_begins(self):
         def interrupt(*_):
             raise KeyboardInterrupt
