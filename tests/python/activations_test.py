@@ -6,6 +6,7 @@ import os
 import sys
 import tempfile
 import threading
+import time
 import unittest
 
 import support
@@ -519,6 +520,30 @@ class SeveralRanks(unittest.TestCase):
             self.assertLess(one["host"], 0.75 * alone["host_bytes"])
 
 
+    def test_a_rank_waits_for_the_others_until_its_deadline(self):
+        waited, other = sorted(support.torchrun(__file__, 2, {"deadline": 1500}), key=lambda one: one["rank"])
+        self.assertEqual((waited["error"], other["error"]), ("Timeout", None))
+        self.assertGreater(waited["seconds"], 1)
+        self.assertLess(waited["seconds"], 60)  # Without it: minutes.
+
+
+def late_rank(deadline):
+    """The last rank makes no forward pass; the other one waits for it."""
+    torch.distributed.init_process_group("gloo")
+    mine = torch.distributed.get_rank()
+    model = models.make()
+    offloaded = forebay.offload_activations(model, group=torch.distributed.group.WORLD, least_bytes=256, deadline=deadline)
+    error, began = None, time.monotonic()
+    if mine == 0:
+        try:
+            models.train(model, plain_adamw(model), steps=1)
+        except forebay.Error as caught:
+            error = type(caught).__name__
+    support.show({"rank": mine, "error": error, "seconds": time.monotonic() - began})
+    torch.distributed.barrier()
+    support.leave()
+
+
 def rank(batches, groups=(), **options):
     """`batches`: the batch of each rank. `groups`: the ranks of each tensor-parallel group; without: all ranks are one."""
     torch.distributed.init_process_group("gloo")
@@ -538,6 +563,7 @@ def rank(batches, groups=(), **options):
 
 if __name__ == "__main__":
     if len(sys.argv) > 1 and sys.argv[1].startswith("{"):
-        rank(**json.loads(sys.argv[1]))
+        case = json.loads(sys.argv[1])
+        (late_rank if "deadline" in case else rank)(**case)
     else:
         support.main()
