@@ -13,11 +13,12 @@ std::uintptr_t number(DevicePtr address) noexcept {
 
 }  // namespace
 
-void BlockBook::add(DevicePtr address, const BlockFacts& facts) {
+void BlockBook::add(DevicePtr address, BlockFacts facts) {
   Blocks made;
   made.emplace(address, facts);
   Blocks::node_type node = made.extract(made.begin());
   const std::lock_guard lock(mutex_);
+  facts.id = node.mapped().id = ++last_id_;
   const auto known = blocks_.find(address);
   if (known != blocks_.end()) {
     known->second = facts;

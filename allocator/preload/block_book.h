@@ -33,6 +33,7 @@ enum class KnownOutside : std::uint8_t {
 struct BlockFacts {
   std::size_t bytes = 0;  // As requested.
   int device = -1;        // The device of its arena; -1: the driver serves it.
+  std::uint64_t id = 0;   // Set by BlockBook::add(): no other block of the process has or had it.
   // Allocated in stream order. A plain free of such a block does not wait for the device.
   bool is_ordered = false;
   KnownOutside outside = KnownOutside::kNo;
@@ -50,7 +51,7 @@ class BlockBook {
   // Whether the host has memory for what a call adds here and in the accounts.
   static bool has_room() { return internal::has_host_memory(1024); }
   // Takes the place of a block at that address whose free was not seen. Requires: has_room().
-  void add(DevicePtr address, const BlockFacts& facts);
+  void add(DevicePtr address, BlockFacts facts);
 
   // Removes the block that starts there. False when there is none.
   bool take(DevicePtr address, BlockFacts* facts);
@@ -100,6 +101,7 @@ class BlockBook {
   // Guarded by mutex_.
   Blocks blocks_;
   ParkedBlocks parked_;
+  std::uint64_t last_id_ = std::uint64_t{1} << 63;  // The driver counts from below.
 };
 
 }  // namespace forebay

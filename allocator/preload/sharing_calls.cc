@@ -15,6 +15,7 @@ namespace {
 enum : unsigned {
   kP2pTokens = 5,
   kSyncMemops = 6,
+  kBufferId = 7,
   kIsIpcCapable = 10,
   kRangeStart = 11,
   kRangeSize = 12,
@@ -49,14 +50,17 @@ bool can_share(int device) {
 
 // Answers as for memory of cuMemAlloc. The driver would answer for the chunk or the whole reservation.
 bool answer_attribute(void* data, unsigned attribute, DriverAddress address) {
-  if (attribute != kIsIpcCapable && attribute != kRangeStart && attribute != kRangeSize &&
-      attribute != kPoolHandle) {
+  if (attribute != kBufferId && attribute != kIsIpcCapable && attribute != kRangeStart &&
+      attribute != kRangeSize && attribute != kPoolHandle) {
     return false;
   }
   DriverAddress begin = 0;
   BlockFacts facts;
   if (!find_block(address, &begin, &facts)) return false;
-  if (attribute == kIsIpcCapable) {
+  if (attribute == kBufferId) {
+    if (facts.id == 0) return false;
+    std::memcpy(data, &facts.id, sizeof facts.id);
+  } else if (attribute == kIsIpcCapable) {
     if (!can_share(facts.device)) return false;
     // CUDA does not say how wide this answer is. The driver has set all of it to 0.
     *static_cast<unsigned char*>(data) = 1;

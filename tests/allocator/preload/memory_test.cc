@@ -359,6 +359,16 @@ TEST(PreloadMemory, BlocksHaveNoHandleOfVirtualMemory) {
   run.expect_no_hazard();
 }
 
+TEST(PreloadMemory, EachBlockHasANumberOfItsOwn) {
+  const PreloadRun bare(matter("buffer-ids"), "none", {{"FAKE_CUDA_FREE_WAITS", "1"}});
+  PreloadRun run(matter("buffer-ids"));
+
+  EXPECT_EQ(run.finished.exit_code, 0);
+  EXPECT_EQ(run.finished.output, "two blocks: 1\none block: 1\none after another: 1\n");
+  EXPECT_EQ(run.finished.output, bare.finished.output);
+  run.expect_no_hazard();
+}
+
 TEST(PreloadMemory, NoThreadMissesTheMemoryThatAnotherOneGivesBack) {
   PreloadRun run(matter("two-in-need"));
 

@@ -746,6 +746,28 @@ int attributes() {
   return 0;
 }
 
+// The number of an allocation, by which libraries tell whether what they have registered is still there.
+unsigned long long buffer_id(CuDevicePtr address) {
+  unsigned long long id = 0;
+  const CuResult result = driver.cuPointerGetAttribute(&id, CuPointerAttribute::kBufferId, address);
+  return result == CuResult::kSuccess ? id : 0;
+}
+
+int buffer_ids() {
+  CuDevicePtr a = 0, b = 0, again = 0;
+  CHECK_CU(driver.cuMemAlloc_v2(&a, kMiB / 2));
+  CHECK_CU(driver.cuMemAlloc_v2(&b, kMiB / 2));
+  const unsigned long long of_a = buffer_id(a), of_b = buffer_id(b);
+  std::printf("two blocks: %d\n", of_a != 0 && of_b != 0 && of_a != of_b);
+  std::printf("one block: %d\n", buffer_id(a + kMiB / 4) == of_a);
+  CHECK_CU(driver.cuMemFree_v2(b));
+  CHECK_CU(driver.cuMemAlloc_v2(&again, kMiB / 2));
+  std::printf("one after another: %d\n", buffer_id(again) != 0 && buffer_id(again) != of_b);
+  CHECK_CU(driver.cuMemFree_v2(again));
+  CHECK_CU(driver.cuMemFree_v2(a));
+  return 0;
+}
+
 // Streams that are destroyed while their work runs, one after the other.
 int streams() {
   CuDevicePtr kept = 0;
@@ -1083,6 +1105,7 @@ int run(const std::string& matter) {
                                                                {"ended-streams", ended_streams},
                                                                {"pinned-again", pinned_again},
                                                                {"handles", handles},
+                                                               {"buffer-ids", buffer_ids},
                                                                {"two-in-need", two_in_need},
                                                                {"host-memory", host_memory}};
   if (!query_driver("libcuda.so.1", kProcAddressDefault, &driver) ||
