@@ -239,6 +239,14 @@ Sharing& sharing() {
   return *instance;
 }
 
+// A child without exec answers nobody. If it kept the socket, callers would wait for it when this process is
+// gone.
+constinit std::atomic<int> listening{-1};
+
+void stop_listening_in_child() {
+  if (const int listener = listening.exchange(-1); listener >= 0) ::close(listener);
+}
+
 void* serve_until_the_end(void*) {
   sharing().serve();
   return nullptr;
@@ -263,12 +271,16 @@ bool Sharing::listen() {
   sigset_t before;
   ::sigfillset(&all);
   ::pthread_sigmask(SIG_SETMASK, &all, &before);
+  static const int has_handler = ::pthread_atfork(nullptr, nullptr, &stop_listening_in_child);
+  static_cast<void>(has_handler);
   token_ = token;
   listener_ = std::move(listener);
+  listening = listener_.number();
   pthread_t thread;
   const bool started = ::pthread_create(&thread, nullptr, &serve_until_the_end, nullptr) == 0;
   ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
   if (!started) {
+    listening = -1;
     listener_.reset();
     return false;
   }

@@ -55,7 +55,7 @@ TEST(PreloadSharing, AKilledPeerLeavesTheOpenedBlocksUsable) {
   PreloadRun run({program("sharing_program"), "kill"});
 
   EXPECT_EQ(run.finished.exit_code, 128 + 9);
-  EXPECT_EQ(run.finished.output, "mapped memory holds 1\nopened anew: 1\nsurvivor: all well\n");
+  EXPECT_EQ(run.finished.output, "mapped memory holds 1\nopened anew: 1, at once 1\nsurvivor: all well\n");
   // The counts of the killed process are still there.
   ASSERT_EQ(run.records.size(), 2u);
   std::uint64_t served = 0;

@@ -30,6 +30,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdlib>
 #include <cstring>
@@ -290,8 +291,10 @@ int survive() {
   }
   std::printf("mapped memory holds %d\n", holds(address, 1));
   CHECK_CU(driver.cuIpcCloseMemHandle(address));
+  const auto begin = std::chrono::steady_clock::now();
   const CuResult again = driver.cuIpcOpenMemHandle_v2(&address, message.handle, kIpcLazyEnablePeerAccess);
-  std::printf("opened anew: %u\n", static_cast<unsigned>(again));
+  const bool is_at_once = std::chrono::steady_clock::now() - begin < std::chrono::seconds(4);
+  std::printf("opened anew: %u, at once %d\n", static_cast<unsigned>(again), is_at_once);
   CuDevicePtr own = 0;
   CHECK_CU(driver.cuMemAlloc_v2(&own, 1u << 20));
   CHECK_CU(driver.cuMemFree_v2(own));
@@ -312,7 +315,17 @@ int be_killed(const char* program) {
   CHECK(::write(child.input, &message, sizeof message) == static_cast<ssize_t>(sizeof message));
   int number = 0;
   ::sigwait(&wanted, &number);
-  ::kill(::getpid(), SIGKILL);
+  // A child without exec that lives on, as PyTorch's loaders of data do for a while.
+  const pid_t first = ::getpid();
+  if (::fork() == 0) {
+    ::close(child.input);
+    ::close(STDOUT_FILENO);
+    ::close(STDERR_FILENO);
+    while (::getppid() == first) ::usleep(10000);
+    ::sleep(5);
+    ::_exit(0);
+  }
+  ::kill(first, SIGKILL);
   return 1;
 }
 
