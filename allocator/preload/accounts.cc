@@ -25,18 +25,32 @@ void enter(const EventRequest& request, const Arena* arena, DevicePtr address, B
   BlockBook& blocks = ProcessArenas::of_process().blocks();
   facts.server = request.server;
   if (events != nullptr) {
-    // The driver reuses addresses without a free: those of a context that was destroyed. The old block leaves
+    // The driver reuses addresses without a free: those of a context that was destroyed. The old blocks leave
     // first, because both together would count in the peak.
-    if (BlockFacts lost; blocks.take(address, &lost)) events->lost(lost);
+    for (const auto& [old, lost] : blocks.take_within(address, facts.bytes)) events->lost(lost);
     events->allocated(address, request, arena, &facts);
   }
   blocks.add(address, facts);
+}
+
+// Tells the book the addresses that the arena has reserved around its first block.
+void tell_range(int device, DevicePtr block) {
+  enum : unsigned { kRangeStart = 11, kRangeSize = 12 };
+  const auto ask = preload_state().real.cuPointerGetAttribute;
+  DriverAddress begin = 0;
+  std::size_t bytes = 0;
+  if (ask == nullptr || ask(&begin, kRangeStart, driver_address(block)) != kDriverSuccess ||
+      ask(&bytes, kRangeSize, driver_address(block)) != kDriverSuccess) {
+    return;
+  }
+  ProcessArenas::of_process().blocks().widen_range(device, device_pointer(begin), bytes);
 }
 
 }  // namespace
 
 void enter_arena_block(const ProcessArenas::Use& use, DevicePtr address, BlockFacts facts,
                        DriverStream stream) {
+  if (!ProcessArenas::of_process().blocks().is_arena_address(address)) tell_range(use.device(), address);
   enter({.bytes = facts.bytes, .device = use.device(), .stream = stream}, &use.arena(), address, facts);
   count_served(PreloadServer::kArena, facts.bytes);
   PreloadRecord& record = *preload_state().record;

@@ -4,6 +4,8 @@
 #include <iterator>
 #include <utility>
 
+#include "forebay/arena.h"
+
 namespace forebay {
 namespace {
 
@@ -13,28 +15,52 @@ std::uintptr_t number(DevicePtr address) noexcept {
 
 }  // namespace
 
-void BlockBook::add(DevicePtr address, BlockFacts facts) {
-  Blocks made;
+void BlockBook::add(DevicePtr address, const BlockFacts& facts) {
+  Blocks made, gone;
   made.emplace(address, facts);
   Blocks::node_type node = made.extract(made.begin());
   const std::lock_guard lock(mutex_);
-  facts.id = node.mapped().id = ++last_id_;
-  const auto known = blocks_.find(address);
-  if (known != blocks_.end()) {
-    known->second = facts;
-  } else {
-    blocks_.insert(std::move(node));
-  }
-  if (facts.device < 0 || facts.device >= kPreloadDeviceLimit) return;
-  Range& range = ranges_[facts.device];
-  if (facts.device >= range_count_.load(std::memory_order_relaxed)) {
-    range_count_.store(facts.device + 1, std::memory_order_relaxed);
+  node.mapped().id = ++last_id_;
+  extract_within(address, facts.bytes, &gone);
+  blocks_.insert(std::move(node));
+  widen(facts.device, address, facts.bytes);
+}
+
+void BlockBook::widen_range(int device, DevicePtr begin, std::size_t bytes) {
+  const std::lock_guard lock(mutex_);
+  widen(device, begin, bytes);
+}
+
+// Requires: mutex_ is held.
+void BlockBook::widen(int device, DevicePtr address, std::size_t bytes) {
+  if (device < 0 || device >= kPreloadDeviceLimit) return;
+  Range& range = ranges_[device];
+  if (device >= range_count_.load(std::memory_order_relaxed)) {
+    range_count_.store(device + 1, std::memory_order_relaxed);
   }
   const std::uintptr_t begin = number(address);
-  const std::uintptr_t end = begin + std::max<std::size_t>(facts.bytes, 1);
+  const std::uintptr_t end = begin + std::max<std::size_t>(bytes, 1);
   if (begin < range.begin.load(std::memory_order_relaxed))
     range.begin.store(begin, std::memory_order_relaxed);
   if (end > range.end.load(std::memory_order_relaxed)) range.end.store(end, std::memory_order_relaxed);
+}
+
+// Requires: mutex_ is held. The caller destroys them without it.
+void BlockBook::extract_within(DevicePtr begin, std::size_t bytes, Blocks* gone) {
+  const std::uintptr_t end = number(begin) + std::max<std::size_t>(bytes, 1);
+  auto i = blocks_.lower_bound(begin);
+  if (i != blocks_.begin() && number(std::prev(i)->first) + std::prev(i)->second.bytes > number(begin)) --i;
+  while (i != blocks_.end() && number(i->first) < end) {
+    const auto inside = i++;
+    gone->insert(blocks_.extract(inside));
+  }
+}
+
+BlockBook::Blocks BlockBook::take_within(DevicePtr begin, std::size_t bytes) {
+  Blocks gone;
+  const std::lock_guard lock(mutex_);
+  extract_within(begin, bytes, &gone);
+  return gone;
 }
 
 bool BlockBook::take(DevicePtr address, BlockFacts* facts) {
@@ -80,7 +106,7 @@ BlockBook::ParkedBlocks BlockBook::take_parked(Condition condition) {
   ParkedBlocks taken;
   for (auto i = parked_.begin(); i != parked_.end();) {
     const auto entry = i++;
-    if (condition(entry->second.facts)) taken.insert(parked_.extract(entry));
+    if (condition(entry->second)) taken.insert(parked_.extract(entry));
   }
   parked_count_.store(parked_.size(), std::memory_order_relaxed);
   return taken;
@@ -90,7 +116,7 @@ BlockBook::Blocks BlockBook::forget_device(int device) {
   Blocks gone;
   ParkedBlocks gone_parked;
   const std::lock_guard lock(mutex_);
-  gone_parked = take_parked([=](const BlockFacts& facts) { return facts.device == device; });
+  gone_parked = take_parked([=](const Parked& parked) { return parked.facts.device == device; });
   for (auto i = blocks_.begin(); i != blocks_.end();) {
     const auto next = std::next(i);
     if (i->second.device == device) gone.insert(blocks_.extract(i));
@@ -132,15 +158,16 @@ std::size_t BlockBook::parked_shared_bytes(int device) const {
   std::size_t bytes = 0;
   for (const auto& [address, parked] : parked_) {
     if (parked.facts.device == device && parked.facts.outside == KnownOutside::kShared)
-      bytes += parked.facts.bytes;
+      bytes += (parked.facts.bytes + kBlockGranule - 1) / kBlockGranule * kBlockGranule;
   }
   return bytes;
 }
 
-BlockBook::ParkedBlocks BlockBook::take_parked_shared(int device) {
+BlockBook::ParkedBlocks BlockBook::take_parked_shared(int device, bool only_idle) {
   const std::lock_guard lock(mutex_);
-  return take_parked([=](const BlockFacts& facts) {
-    return facts.device == device && facts.outside == KnownOutside::kShared;
+  return take_parked([=](const Parked& parked) {
+    return parked.facts.device == device && parked.facts.outside == KnownOutside::kShared &&
+           (!only_idle || parked.stream == Stream());
   });
 }
 

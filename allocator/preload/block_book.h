@@ -50,11 +50,14 @@ class BlockBook {
 
   // Whether the host has memory for what a call adds here and in the accounts.
   static bool has_room() { return internal::has_host_memory(1024); }
-  // Takes the place of a block at that address whose free was not seen. Requires: has_room().
-  void add(DevicePtr address, BlockFacts facts);
+  // Takes the place of blocks there whose free was not seen. Requires: has_room().
+  void add(DevicePtr address, const BlockFacts& facts);
 
   // Removes the block that starts there. False when there is none.
   bool take(DevicePtr address, BlockFacts* facts);
+
+  // Removes and returns the blocks that have bytes in the range.
+  Blocks take_within(DevicePtr begin, std::size_t bytes);
 
   // Finds the block that contains the address.
   bool find(DevicePtr address, DevicePtr* begin, BlockFacts* facts) const;
@@ -62,8 +65,10 @@ class BlockBook {
   // Marks the arenas' blocks that have bytes in the range.
   void pin(DevicePtr begin, std::size_t bytes, KnownOutside outside);
 
-  // Whether arenas have had blocks around this address. The driver need not be asked about it then.
+  // Whether an arena has this address: it is in a range that was told, or arenas have had blocks around it.
+  // The driver need not be asked about it then.
   bool is_arena_address(DevicePtr address) const noexcept;
+  void widen_range(int device, DevicePtr begin, std::size_t bytes);
 
   // Removes and returns all blocks of the device's arena, which is gone.
   Blocks forget_device(int device);
@@ -79,14 +84,16 @@ class BlockBook {
   void park(DevicePtr address, const BlockFacts& facts, Stream stream);
   // Takes a parked block of that size that is idle or was last used on the same stream. Null: there is none.
   DevicePtr unpark(int device, std::size_t bytes, Stream stream, KnownOutside* outside);
-  // The bytes of the parked blocks of the device's arena that are kShared.
+  // The bytes of the parked blocks of the device's arena that are kShared, in whole granules.
   std::size_t parked_shared_bytes(int device) const;
-  // Removes and returns them.
-  ParkedBlocks take_parked_shared(int device);
+  // Removes and returns them, or only those that are idle.
+  ParkedBlocks take_parked_shared(int device, bool only_idle);
 
  private:
   template <typename Condition>
   ParkedBlocks take_parked(Condition condition);
+  void widen(int device, DevicePtr begin, std::size_t bytes);
+  void extract_within(DevicePtr begin, std::size_t bytes, Blocks* gone);
 
   // The lowest and highest addresses of arena blocks so far, by device. Written with mutex_ held.
   struct Range {

@@ -81,9 +81,11 @@ void finish_waiting_frees() {
 
 void give_back_parked(const ProcessArenas::Use& use) {
   BlockBook& blocks = ProcessArenas::of_process().blocks();
-  if (any_capture() || blocks.parked_shared_bytes(use.device()) == 0) return;
-  const BlockBook::ParkedBlocks parked = blocks.take_parked_shared(use.device());
-  (void)wait_for_device(use);
+  if (blocks.parked_shared_bytes(use.device()) == 0) return;
+  // A capture forbids to wait.
+  const bool only_idle = any_capture();
+  const BlockBook::ParkedBlocks parked = blocks.take_parked_shared(use.device(), only_idle);
+  if (!only_idle) (void)wait_for_device(use);
   for (const auto& [address, block] : parked) {
     forget_shared_block(address);
     if (const Status status = use.arena().free(address, Stream()); !status.ok()) note_problem(status);

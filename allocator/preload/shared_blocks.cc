@@ -470,20 +470,31 @@ struct OpenedKey {
 };
 
 struct OpenedBlock {
+  OpenedKey key;
   DriverAddress base = 0;
   std::size_t reserved_bytes = 0;
   std::vector<std::size_t> mapped;  // The chunks' sizes, side by side from `base`.
-  DriverAddress address = 0;        // The block: `bytes` from here.
-  std::size_t bytes = 0;
+  OpenedRange range;
   std::size_t count = 0;
-  DriverContext context = nullptr;
 };
 
 struct Opened {
   std::atomic<std::size_t> block_count{0};
   std::mutex mutex;
   // Guarded by mutex.
-  std::map<OpenedKey, OpenedBlock> blocks;
+  std::map<DriverAddress, OpenedBlock> blocks;  // By the begin of the range.
+  std::map<OpenedKey, DriverAddress> addresses;
+  std::uint64_t last_id = std::uint64_t{3} << 62;  // Blocks of the arena have lower ones.
+
+  using Place = std::map<DriverAddress, OpenedBlock>::iterator;
+  // Requires: mutex is held.
+  OpenedBlock take(Place place) {
+    OpenedBlock taken = std::move(place->second);
+    addresses.erase(taken.key);
+    blocks.erase(place);
+    block_count = blocks.size();
+    return taken;
+  }
 };
 
 Opened& opened() {
@@ -615,13 +626,17 @@ DriverResult open_shared_block(const DriverIpcHandle& handle, unsigned flags, Dr
   if (content.process == static_cast<std::int32_t>(::getpid())) return kDriverInvalidContext;
   const OpenedKey key{content.process, content.token, content.block, device};
   Opened& all = opened();
+  // Counts one more opening, if there is one.
+  const auto open_again = [&] {
+    const auto known = all.addresses.find(key);
+    if (known == all.addresses.end()) return false;
+    ++all.blocks[known->second].count;
+    *address = known->second;
+    return true;
+  };
   {
     const std::lock_guard lock(all.mutex);
-    if (const auto known = all.blocks.find(key); known != all.blocks.end()) {
-      ++known->second.count;
-      *address = known->second.address;
-      return kDriverSuccess;
-    }
+    if (open_again()) return kDriverSuccess;
   }
   Reply reply{};
   Arriving arriving;
@@ -631,35 +646,33 @@ DriverResult open_shared_block(const DriverIpcHandle& handle, unsigned flags, Dr
     unmap(block);
     return result == kDriverOutOfMemory ? result : static_cast<DriverResult>(kDriverMapFailed);
   }
-  block.address = block.base + reply.offset;
-  block.bytes = reply.bytes;
-  (void)preload_state().used.cuCtxGetCurrent(&block.context);
+  block.key = key;
+  block.range = {.begin = block.base + reply.offset, .bytes = reply.bytes};
+  (void)preload_state().used.cuCtxGetCurrent(&block.range.context);
   block.count = 1;
-  OpenedBlock mine = block;
-  bool is_late = false;
   {
     const std::lock_guard lock(all.mutex);
-    const auto [known, added] = all.blocks.emplace(key, std::move(block));
-    all.block_count = all.blocks.size();
-    is_late = !added;
-    if (is_late) ++known->second.count;
-    *address = known->second.address;
+    if (!open_again()) {
+      *address = block.range.begin;
+      block.range.id = ++all.last_id;
+      all.addresses.emplace(key, *address);
+      all.blocks.emplace(*address, std::move(block));
+      all.block_count = all.blocks.size();
+      return kDriverSuccess;
+    }
   }
-  if (is_late) unmap(mine);  // Another thread was faster.
+  unmap(block);  // Another thread was faster.
   return kDriverSuccess;
 }
 
-bool find_opened_block(DriverAddress address, DriverAddress* begin, std::size_t* bytes) {
+bool find_opened_block(DriverAddress address, OpenedRange* range) {
   Opened& all = opened();
   if (all.block_count == 0) return false;
   const std::lock_guard lock(all.mutex);
-  for (const auto& [key, block] : all.blocks) {
-    if (address - block.address >= block.bytes) continue;
-    *begin = block.address;
-    *bytes = block.bytes;
-    return true;
-  }
-  return false;
+  const auto after = all.blocks.upper_bound(address);
+  if (after == all.blocks.begin()) return false;
+  *range = std::prev(after)->second.range;
+  return address - range->begin < range->bytes;
 }
 
 void forget_opened_blocks(DriverContext context) {
@@ -668,12 +681,9 @@ void forget_opened_blocks(DriverContext context) {
   {
     const std::lock_guard lock(all.mutex);
     for (auto i = all.blocks.begin(); i != all.blocks.end();) {
-      const auto entry = i++;
-      if (entry->second.context != context) continue;
-      gone.push_back(std::move(entry->second));
-      all.blocks.erase(entry);
+      const auto place = i++;
+      if (place->second.range.context == context) gone.push_back(all.take(place));
     }
-    all.block_count = all.blocks.size();
   }
   for (const OpenedBlock& block : gone) unmap(block);
 }
@@ -683,14 +693,11 @@ bool close_shared_block(DriverAddress address, DriverResult* result) {
   OpenedBlock last;
   {
     const std::lock_guard lock(all.mutex);
-    const auto found = std::find_if(all.blocks.begin(), all.blocks.end(),
-                                    [&](const auto& entry) { return entry.second.address == address; });
+    const auto found = all.blocks.find(address);
     if (found == all.blocks.end()) return false;
     *result = kDriverSuccess;
     if (--found->second.count > 0) return true;
-    last = std::move(found->second);
-    all.blocks.erase(found);
-    all.block_count = all.blocks.size();
+    last = all.take(found);
   }
   // Unmapping does not wait for queued work, so wait here.
   if (!any_capture()) *result = preload_state().used.cuCtxSynchronize();

@@ -31,8 +31,14 @@ bool is_shared_handle(const DriverIpcHandle& handle);
 // one more close_shared_block.
 DriverResult open_shared_block(const DriverIpcHandle& handle, unsigned flags, DriverAddress* address);
 
+struct OpenedRange {
+  DriverAddress begin = 0;
+  std::size_t bytes = 0;
+  std::uint64_t id = 0;  // No other opening has or had it.
+  DriverContext context = nullptr;
+};
 // Finds the opened block around the address.
-bool find_opened_block(DriverAddress address, DriverAddress* begin, std::size_t* bytes);
+bool find_opened_block(DriverAddress address, OpenedRange* range);
 
 // Unmaps what was opened in a context that is gone, as the driver does with memory that it has opened.
 void forget_opened_blocks(DriverContext context);

@@ -13,14 +13,22 @@ namespace {
 
 // Pointer attributes that the preload answers, or that make memory known outside.
 enum : unsigned {
+  kContext = 1,
   kP2pTokens = 5,
   kSyncMemops = 6,
   kBufferId = 7,
   kIsIpcCapable = 10,
   kRangeStart = 11,
   kRangeSize = 12,
+  kHandleTypes = 14,
   kPoolHandle = 17,
+  kMappingSize = 18,
+  kMappingBase = 19,
+  kMemoryBlockId = 20,
 };
+
+// An address that no driver knows.
+constexpr DriverAddress kNowhere = 1;
 
 void pin(DriverAddress address, std::size_t bytes) {
   ProcessArenas::of_process().blocks().pin(device_pointer(address), bytes, KnownOutside::kPinned);
@@ -30,66 +38,94 @@ bool is_ours(DriverAddress address) {
   return ProcessArenas::of_process().blocks().is_arena_address(device_pointer(address));
 }
 
-// Finds the block around the address: of an arena, or opened from another process (facts->device is -1).
-bool find_block(DriverAddress address, DriverAddress* begin, BlockFacts* facts) {
-  if (find_opened_block(address, begin, &facts->bytes)) return true;
-  DevicePtr block = nullptr;
-  if (!is_ours(address) ||
-      !ProcessArenas::of_process().blocks().find(device_pointer(address), &block, facts) ||
-      facts->device < 0) {
-    return false;
-  }
-  *begin = driver_address(block);
-  return true;
-}
-
-bool can_share(int device) {
-  const ProcessArenas::Use use = ProcessArenas::of_process().find(device);
-  return use && use.backend().chunks_have_posix_fd();
-}
-
-// Answers as for memory of cuMemAlloc. The driver would answer for the chunk or the whole reservation.
-bool answer_attribute(void* data, unsigned attribute, DriverAddress address) {
-  if (attribute != kBufferId && attribute != kIsIpcCapable && attribute != kRangeStart &&
-      attribute != kRangeSize && attribute != kPoolHandle) {
-    return false;
-  }
+// A block as the program sees it: as memory of cuMemAlloc, not as a part of mapped chunks.
+struct ShownBlock {
   DriverAddress begin = 0;
-  BlockFacts facts;
-  if (!find_block(address, &begin, &facts)) return false;
-  if (attribute == kBufferId) {
-    if (facts.id == 0) return false;
-    std::memcpy(data, &facts.id, sizeof facts.id);
-  } else if (attribute == kIsIpcCapable) {
-    if (!can_share(facts.device)) return false;
-    // CUDA does not say how wide this answer is. The driver has set all of it to 0.
-    *static_cast<unsigned char*>(data) = 1;
-  } else if (attribute == kRangeStart) {
-    std::memcpy(data, &begin, sizeof begin);
-  } else if (attribute == kRangeSize) {
-    std::memcpy(data, &facts.bytes, sizeof facts.bytes);
-  } else {
-    DriverPool pool = nullptr;
-    if (facts.is_ordered) (void)preload_state().used.cuDeviceGetDefaultMemPool(&pool, facts.device);
-    std::memcpy(data, &pool, sizeof pool);
+  std::size_t bytes = 0;
+  std::uint64_t id = 0;
+  DriverContext context = nullptr;  // Null for memory in stream order.
+  DriverPool pool = nullptr;        // Of memory in stream order.
+  bool can_be_shared = false;
+};
+
+enum class Whose : std::uint8_t {
+  kDriver,  // The driver's own answers hold.
+  kBlock,   // A block of the arena, or opened from another process.
+  kNobody,  // In an arena, but in no live block.
+};
+
+Whose find_block(DriverAddress address, ShownBlock* shown) {
+  if (OpenedRange opened; find_opened_block(address, &opened)) {
+    *shown = {.begin = opened.begin, .bytes = opened.bytes, .id = opened.id, .context = opened.context};
+    return Whose::kBlock;
   }
-  return true;
+  if (!is_ours(address)) return Whose::kDriver;
+  DevicePtr begin = nullptr;
+  BlockFacts facts;
+  if (!ProcessArenas::of_process().blocks().find(device_pointer(address), &begin, &facts))
+    return Whose::kNobody;
+  if (facts.device < 0) return Whose::kDriver;
+  *shown = {.begin = driver_address(begin), .bytes = facts.bytes, .id = facts.id};
+  if (facts.is_ordered) (void)preload_state().used.cuDeviceGetDefaultMemPool(&shown->pool, facts.device);
+  if (const ProcessArenas::Use use = ProcessArenas::of_process().find(facts.device)) {
+    if (!facts.is_ordered) shown->context = static_cast<DriverContext>(use.context());
+    shown->can_be_shared = use.backend().chunks_have_posix_fd();
+  }
+  return Whose::kBlock;
+}
+
+// False: the driver's answer holds.
+bool answer_attribute(void* data, unsigned attribute, const ShownBlock& block) {
+  const auto answer = [=](const auto& value) {
+    std::memcpy(data, &value, sizeof value);
+    return true;
+  };
+  switch (attribute) {
+    case kContext:
+      return answer(block.context);
+    case kBufferId:
+    case kMemoryBlockId:
+      return answer(block.id);
+    case kRangeStart:
+    case kMappingBase:
+      return answer(block.begin);
+    case kRangeSize:
+    case kMappingSize:
+      return answer(block.bytes);
+    case kPoolHandle:
+      return answer(block.pool);
+    case kIsIpcCapable:
+      // CUDA does not say how wide this answer is. The driver has set all of it to 0.
+      if (block.can_be_shared) *static_cast<unsigned char*>(data) = 1;
+      return true;
+    case kHandleTypes:
+      return answer(std::uint32_t{0});  // Nor how wide this one is; the driver's value fits into it.
+    default:
+      return false;
+  }
 }
 
 DriverResult pointer_get_attribute(void* data, unsigned attribute, DriverAddress address) {
-  const DriverResult result = preload_state().real.cuPointerGetAttribute(data, attribute, address);
-  if (data == nullptr) return result;
-  if (result == kDriverSuccess && attribute == kP2pTokens && is_ours(address)) pin(address, 1);
-  return answer_attribute(data, attribute, address) ? static_cast<DriverResult>(kDriverSuccess) : result;
+  ShownBlock block;
+  const Whose whose = find_block(address, &block);
+  const DriverResult result = preload_state().real.cuPointerGetAttribute(
+      data, attribute, whose == Whose::kNobody ? kNowhere : address);
+  if (data == nullptr || result != kDriverSuccess || whose != Whose::kBlock) return result;
+  if (attribute == kP2pTokens) pin(address, 1);
+  (void)answer_attribute(data, attribute, block);
+  return result;
 }
 
 DriverResult pointer_get_attributes(unsigned count, unsigned* attributes, void** data,
                                     DriverAddress address) {
-  const DriverResult result = preload_state().real.cuPointerGetAttributes(count, attributes, data, address);
-  if (result != kDriverSuccess) return result;
+  ShownBlock block;
+  const Whose whose = find_block(address, &block);
+  const DriverResult result = preload_state().real.cuPointerGetAttributes(
+      count, attributes, data, whose == Whose::kNobody ? kNowhere : address);
+  if (result != kDriverSuccess || whose != Whose::kBlock) return result;
   for (unsigned i = 0; i < count; ++i) {
-    if (attributes[i] == kP2pTokens && is_ours(address)) pin(address, 1);
-    (void)answer_attribute(data[i], attributes[i], address);
+    if (attributes[i] == kP2pTokens) pin(address, 1);
+    (void)answer_attribute(data[i], attributes[i], block);
   }
   return result;
 }
@@ -102,21 +138,21 @@ DriverResult pointer_set_attribute(const void* value, unsigned attribute, Driver
 }
 
 DriverResult get_address_range(DriverAddress* base, std::size_t* bytes, DriverAddress address) {
-  const DriverResult result = preload_state().real.cuMemGetAddressRange_v2(base, bytes, address);
-  DriverAddress begin = 0;
-  BlockFacts facts;
-  if (result != kDriverSuccess || !find_block(address, &begin, &facts)) return result;
-  if (base != nullptr) *base = begin;
-  if (bytes != nullptr) *bytes = facts.bytes;
+  ShownBlock block;
+  const Whose whose = find_block(address, &block);
+  const DriverResult result =
+      preload_state().real.cuMemGetAddressRange_v2(base, bytes, whose == Whose::kNobody ? kNowhere : address);
+  if (result != kDriverSuccess || whose != Whose::kBlock) return result;
+  if (base != nullptr) *base = block.begin;
+  if (bytes != nullptr) *bytes = block.bytes;
   return result;
 }
 
-// As for memory of cuMemAlloc. The handle would be that of a chunk, which can have other blocks in it, and
-// need not have all of this one.
+// The handle would be that of a chunk, which can have other blocks in it, and need not have all of this one.
 DriverResult retain_allocation_handle(DriverMemory* memory, void* address) {
-  DriverAddress begin = 0;
-  BlockFacts facts;
-  if (find_block(driver_address(static_cast<DevicePtr>(address)), &begin, &facts)) return kDriverInvalidValue;
+  ShownBlock block;
+  if (find_block(driver_address(static_cast<DevicePtr>(address)), &block) != Whose::kDriver)
+    return kDriverInvalidValue;
   return preload_state().real.cuMemRetainAllocationHandle(memory, address);
 }
 

@@ -437,6 +437,25 @@ TEST(PreloadMemory, ABlockIsFoundByEachOfItsBytes) {
   EXPECT_TRUE(book->take(at(0x9000), &facts));
 }
 
+// The driver's blocks that ended with their context are not freed, and their addresses come again.
+TEST(PreloadMemory, ABlockTakesThePlaceOfThoseThatWereThere) {
+  const auto at = [](std::uintptr_t address) { return reinterpret_cast<DevicePtr>(address); };
+  const auto book = std::make_unique<BlockBook>();
+  for (const std::uintptr_t address : {0x1000, 0x1800, 0x2800, 0x3000})
+    book->add(at(address), {.bytes = 0x800, .device = -1});
+  book->add(at(0x1C00), {.bytes = 0x1400, .device = 0});
+
+  DevicePtr begin = nullptr;
+  BlockFacts facts;
+  for (const std::uintptr_t address : {0x1C00, 0x1FFF, 0x2800, 0x2FFF}) {
+    ASSERT_TRUE(book->find(at(address), &begin, &facts)) << address;
+    EXPECT_EQ(begin, at(0x1C00)) << address;
+  }
+  EXPECT_TRUE(book->take(at(0x1000), &facts));
+  EXPECT_FALSE(book->take(at(0x1800), &facts));
+  EXPECT_TRUE(book->take(at(0x3000), &facts));
+}
+
 // Blocks of arenas that have a byte in the range.
 TEST(PreloadMemory, PinsTheBlocksThatARangeTouches) {
   const auto at = [](std::uintptr_t address) { return reinterpret_cast<DevicePtr>(address); };
@@ -496,8 +515,12 @@ TEST(PreloadMemory, AParkedBlockServesItsSizeDeviceAndStream) {
   book->park(at(0x2000), {.bytes = 0x2000, .device = 0, .outside = KnownOutside::kShared}, first);
   book->park(at(0x4000), {.bytes = 0x4000, .device = 1, .outside = KnownOutside::kShared}, first);
   EXPECT_EQ(book->parked_shared_bytes(0), 0x2000u);
-  EXPECT_EQ(book->take_parked_shared(0).size(), 1u);
+  EXPECT_EQ(book->take_parked_shared(0, true).size(), 0u);
+  EXPECT_EQ(book->take_parked_shared(0, false).size(), 1u);
   EXPECT_EQ(book->parked_shared_bytes(0), 0u);
+  book->park(at(0x2000), {.bytes = 0x1F01, .device = 0, .outside = KnownOutside::kShared}, Stream());
+  EXPECT_EQ(book->parked_shared_bytes(0), 0x2000u);
+  EXPECT_EQ(book->take_parked_shared(0, true).size(), 1u);
   EXPECT_EQ(unpark(0, 0x1000, first), at(0x1000)) << "a network card may know it";
 }
 

@@ -712,6 +712,19 @@ int many_threads() {
   return 0;
 }
 
+// Prints the answers about an address in no block.
+void describe_dead(CuDevicePtr address) {
+  CuDevicePtr base = 0;
+  std::size_t bytes = 0;
+  CuMemHandle handle = 0;
+  unsigned type = 0;
+  const CuResult range = driver.cuMemGetAddressRange_v2(&base, &bytes, address);
+  const CuResult retained = driver.cuMemRetainAllocationHandle(&handle, reinterpret_cast<void*>(address));
+  const CuResult attribute = driver.cuPointerGetAttribute(&type, CuPointerAttribute::kMemoryType, address);
+  std::printf("dead: range %u, handle %u, attribute %u\n", number(range), number(retained),
+              number(attribute));
+}
+
 // Where an address lies, asked for the middle of a block.
 int attributes() {
   CuStream stream = new_stream();
@@ -736,6 +749,20 @@ int attributes() {
     begin = 0;
     CHECK_CU(driver.cuPointerGetAttribute(&begin, CuPointerAttribute::kRangeStartAddr, block + 54321));
     std::printf("begin %d\n", begin == block);
+    // What tells it from virtual memory.
+    CuContext owner = nullptr;
+    unsigned long long handle_types = 77;
+    CuDevicePtr mapped = 0;
+    CuPointerAttribute kinds[] = {CuPointerAttribute::kContext, CuPointerAttribute::kAllowedHandleTypes,
+                                  CuPointerAttribute::kMappingBaseAddr};
+    void* of_kind[] = {&owner, &handle_types, &mapped};
+    CHECK_CU(driver.cuPointerGetAttributes(3, kinds, of_kind, block + 12345));
+    std::printf("context %d, handle types %llu, mapping %d\n",
+                owner == context   ? 1
+                : owner == nullptr ? 0
+                                   : 2,
+                handle_types, mapped == block);
+    describe_dead(block + (block == plain ? 3 * kMiB + 512 : kMiB));
   }
   int value = 0;
   std::printf("of the host: %u\n",
@@ -743,6 +770,7 @@ int attributes() {
                                                   reinterpret_cast<CuDevicePtr>(&value))));
   CHECK_CU(driver.cuMemFreeAsync(ordered, stream));
   CHECK_CU(driver.cuMemFree_v2(plain));
+  describe_dead(plain);
   return 0;
 }
 

@@ -437,6 +437,16 @@ int share_many_sizes() {
   }
   CHECK_CU(driver.cuMemGetInfo_v2(&free, &total));
   std::printf("nearly all is free: %d\n", free_at_first - free <= (4u << 20));
+  // Also during a capture, which forbids to wait.
+  CuStream stream = nullptr;
+  CuGraph graph = nullptr;
+  CuDevicePtr most = 0;
+  CHECK_CU(driver.cuStreamCreate(&stream, kStreamNonBlocking));
+  CHECK_CU(driver.cuStreamBeginCapture_v2(stream, CuCaptureMode::kRelaxed));
+  CHECK_CU(driver.cuMemAlloc_v2(&most, free - (8u << 20)));
+  CHECK_CU(driver.cuStreamEndCapture(stream, &graph));
+  CHECK_CU(driver.cuMemFree_v2(most));
+  CHECK_CU(driver.cuGraphDestroy(graph));
   // Also where the driver needs it.
   CuDevicePtr all = 0;
   std::size_t pitch = 0;
