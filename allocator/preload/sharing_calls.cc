@@ -44,7 +44,7 @@ struct ShownBlock {
   std::size_t bytes = 0;
   std::uint64_t id = 0;
   DriverContext context = nullptr;  // Null for memory in stream order.
-  DriverPool pool = nullptr;        // Of memory in stream order.
+  DriverPool pool = nullptr;        // Set for memory in stream order.
   bool can_be_shared = false;
 };
 

@@ -274,6 +274,7 @@ struct Engine::Impl : StepContext {
   void publish_parameters();
   // Refuses `call` while the weights are their average.
   void expect_own_weights(const char* call);
+  void expect_equal_values();
   void save_state(const std::string& directory, const std::string& trainer_state, int keep);
   void begin_save(const std::string& directory, const std::string& trainer_state, int keep);
   void end_save();

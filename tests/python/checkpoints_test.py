@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -258,6 +259,32 @@ class FromTorch(Imports):
             dcp.save(state, checkpoint_id=str(source))
             facts = self.check(source, expected, *words)
             self.assertEqual(facts["step"], 0)
+
+    def test_buffers_can_be_left_out(self):
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+        import forebay
+        model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.randn(4, 5)).sum().backward()
+        optimizer.step()
+        weights, moments = get_state_dict(model, optimizer)
+        source = self.place / "checkpoint"
+        dcp.save({"model": weights, "optim": moments}, checkpoint_id=str(source))
+        copy = forebay.shard(nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3)))
+        forebay.AdamW(copy)
+        self.imported(source)
+        with self.assertRaisesRegex(forebay.InvalidArgument, "--leave-out 1.running_mean"):
+            forebay.restore(copy, str(self.place / "state"))
+        shutil.rmtree(self.place / "state")
+        done = subprocess.run([COMMAND, "state", "import", str(self.place / "state"), "--from", str(source), "--leave-out", "none.*"],
+                              capture_output=True, text=True, check=False)
+        self.assertEqual(done.returncode, 2)
+        self.assertIn("--leave-out none.* is the name of no tensor", done.stderr)
+        self.imported(source, "--leave-out", "*.running_mean", "--leave-out", "*.running_var")
+        forebay.restore(copy, str(self.place / "state"))
+        for name, value in copy.named_parameters():
+            self.assertTrue(torch.equal(copy.state_dict()[name], weights[name]), name)
 
     def test_moments_under_numbers_are_refused_with_a_remedy(self):
         import torch.distributed.checkpoint as dcp

@@ -573,7 +573,14 @@ def restore(model: nn.Module, directory: Path) -> Any:
     error = sharded.end_saving()
     if error is not None:
         warnings.warn(f"the state that save(background=True) began to save is not saved: {error}", stacklevel=2)
-    text = sharded.engine.load(directory)
+    try:
+        text = sharded.engine.load(directory)
+    except InvalidArgument as error:
+        buffers = [name for name, _ in _persistent_buffers(model) if f"and {name} is not one of this model" in str(error)]
+        if not buffers:
+            raise
+        raise InvalidArgument(f"the state in {directory} has {buffers[0]} as a frozen parameter, and it is a buffer of this model; import "
+                              f"it with `forebay state import --leave-out {buffers[0]}`, and set the buffer in the program") from None
     sharded.without_values.clear()
     sharded.optimizer = None  # The moments are those of the state.
     try:

@@ -1,3 +1,4 @@
+#include <fnmatch.h>
 #include <xxhash.h>
 
 #include <algorithm>
@@ -35,6 +36,7 @@ struct StateOptions {
   bool average = false;
   std::string from;
   std::string prefix;
+  std::vector<std::string> leave_out;
   bool weights_only = false;
   std::string optimizer;
 };
@@ -192,7 +194,14 @@ class Import {
       : source_(source), prefix_(prefix_of(source, options)), weights_only_(options.weights_only) {
     facts_.weights_only = true;
     facts_.trainer_state = "{}";
+    for (const std::string& pattern : options.leave_out) not_wanted_.emplace(pattern, 0);
     for (std::size_t i = 0; i < source.tensors().size(); ++i) add(i);
+    for (const auto& [pattern, count] : not_wanted_) {
+      if (count > 0) continue;
+      throw Error(
+          StatusCode::kInvalidArgument,
+          "--leave-out " + shown_value(pattern) + " is the name of no tensor; `*` stands for any characters");
+    }
     if (facts_.parameters.empty()) {
       throw Error(StatusCode::kInvalidArgument, "--from " + options.from +
                                                     " has no tensor with a name that " + "begins with '" +
@@ -283,7 +292,15 @@ class Import {
   void add(std::size_t number) {
     const TensorSource::Tensor& tensor = source_.tensors()[number];
     if (!tensor.name.starts_with(prefix_)) return;
-    SavedParameter parameter{.name = tensor.name.substr(prefix_.size()),
+    const std::string name = tensor.name.substr(prefix_.size());
+    bool is_wanted = true;
+    for (auto& [pattern, count] : not_wanted_) {
+      if (::fnmatch(pattern.c_str(), name.c_str(), 0) != 0) continue;
+      ++count;
+      is_wanted = false;
+    }
+    if (!is_wanted) return;
+    SavedParameter parameter{.name = name,
                              .count = tensor.count,
                              .shape = tensor.shape,
                              .has_shape = !tensor.shape.empty() || tensor.count == 1,
@@ -299,6 +316,7 @@ class Import {
   TensorSource& source_;
   const std::string prefix_;
   const bool weights_only_;
+  std::map<std::string, std::size_t> not_wanted_;  // --leave-out, and the tensors that each matches.
   SavedStateFacts facts_;
   std::vector<std::string> second_names_;
   std::vector<std::size_t> numbers_;  // In the source, by parameter.
@@ -343,11 +361,12 @@ int import_weights(const StateOptions& options) {
 }
 
 int act(const StateOptions& options) {
-  const bool has_import =
-      !options.from.empty() || !options.prefix.empty() || !options.optimizer.empty() || options.weights_only;
+  const bool has_import = !options.from.empty() || !options.prefix.empty() || !options.leave_out.empty() ||
+                          !options.optimizer.empty() || options.weights_only;
   if (options.action != "import" && has_import) {
     throw Error(StatusCode::kInvalidArgument,
-                "--from, --prefix, --optimizer and --weights-only are for import, not for " + options.action);
+                "--from, --prefix, --leave-out, --optimizer and --weights-only are for import, not for " +
+                    options.action);
   }
   if (options.action != "export" && !options.to.empty())
     throw Error(StatusCode::kInvalidArgument, "--to is for export, not for " + options.action);
@@ -416,6 +435,14 @@ void add_state_command(CLI::App& app, Action& action) {
   add_value(
       *command, "--prefix", options->prefix, "TEXT",
       "import: only tensors with names that begin so, such as transformer.; it is removed from the names")
+      ->group("Import");
+  command
+      ->add_option(
+          "--leave-out", options->leave_out,
+          "import: no tensors with this name, such as '*.running_mean'; `*` stands for any characters. "
+          "Once for each name")
+      ->type_name("NAME")
+      ->allow_extra_args(false)
       ->group("Import");
   command
       ->add_flag("--weights-only", options->weights_only,

@@ -9,8 +9,10 @@
 #include <functional>
 #include <map>
 #include <optional>
+#include <sstream>
 #include <system_error>
 
+#include "forebay/agreement.h"
 #include "forebay/host_adam.h"
 #include "forebay/log.h"
 #include "forebay/text.h"
@@ -194,8 +196,19 @@ Communicator& Engine::Impl::state_ranks(const std::string& directory) {
   return everyone();
 }
 
+// Each rank saves its part. If the ranks were given different values, the state would be a mixture that no
+// rank ever had.
+void Engine::Impl::expect_equal_values() {
+  std::ostringstream text;
+  text << given_values_text()
+       << "the hash of all values, frozen parameters and resets of moments in their order\t" << std::hex
+       << values_fingerprint << '\n';
+  agree(verdict_of([&] { agree_on_text(communicator, "values before this save", text.str()); }));
+}
+
 void Engine::Impl::save_state(const std::string& directory, const std::string& trainer_state, int keep) {
   end_save();
+  expect_equal_values();
   Communicator& saving = state_ranks(directory);
   const bool saves_grid = &saving != &communicator;
   const std::string name = internal::state_name(attempted_steps);
@@ -242,6 +255,7 @@ void Engine::Impl::begin_save(const std::string& directory, const std::string& t
         "commit(), or call save_state()");
   }
   end_save();
+  expect_equal_values();
   Communicator& saving = state_ranks(directory);
   const bool saves_grid = &saving != &communicator;
   internal::BackgroundSaveJob job;

@@ -186,6 +186,8 @@ struct StepContext {
   void must(const Status& status);
   // The same failure, with the usual cause of ranks that differ in recorded order.
   Status hint_at_order(const Status& status) const;
+  // The hash of the values given to each parameter, for agree_on_text().
+  std::string given_values_text() const;
   // Giving back does not fail: keeps the first error for the log.
   void note(const Status& status);
   // One value of each rank. Collective. Errors: thrown, the engine is failed.

@@ -127,8 +127,7 @@ Status Decision::name_difference(const Hyperparameters& hyperparameters, const S
     line("beta2" + of, group.beta2.value_or(options_.beta2));
     line("epsilon" + of, group.epsilon.value_or(options_.epsilon));
   }
-  for (const auto& [name, hash] : context_.given_values)
-    text << "the hash of the values given to parameter " << name << '\t' << std::hex << hash << '\n';
+  text << context_.given_values_text();
   try {
     agree_on_text(context_.communicator, "values by step " + std::to_string(context_.attempted_steps + 1),
                   text.str());

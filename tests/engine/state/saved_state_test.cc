@@ -472,6 +472,37 @@ TEST_F(SavedStateFiles, AnEngineKeepsItsLockUntilItEnds) {
   });
 }
 
+// Each rank saves its part, so the state would be a mixture that no rank ever had.
+TEST_F(SavedStateFiles, RanksWithDifferentWeightsSaveNothing) {
+  for (const int stage : {0, 2, 3}) {
+    ToyOptions options = options_for(stage, DataType::kFloat32, 3);
+    options.engine.save_async = true;
+    run_ranks(3, {}, [&](Rank& rank) {
+      ToyTrainer trainer(options, rank);
+      trainer.initialize();
+      Engine& engine = trainer.engine();
+      engine.save_state(directory_, "x");
+      EXPECT_FALSE(trainer.step(0).skipped);
+      const ParameterId first{0, 0};
+      std::vector<float> values = engine.get_parameter(first);
+      if (rank.communicator->rank() == 1) values.back() += 1.0f;
+      engine.set_parameter(first, values);
+      for (const bool in_background : {false, true}) {
+        const Status refused = verdict([&] {
+          in_background ? engine.save_state_begin(directory_, "y") : engine.save_state(directory_, "y");
+        });
+        EXPECT_EQ(refused.code(), StatusCode::kInvalidArgument) << "every rank is told";
+        EXPECT_NE(refused.message().find("the hash of the values given to parameter"), std::string::npos)
+            << refused.message();
+      }
+      EXPECT_EQ(engine.load_state(directory_), "x") << "the engine goes on, with equal weights";
+      EXPECT_FALSE(trainer.step(0).skipped);
+      engine.save_state(directory_, "z");
+    });
+    fs::remove_all(directory_);
+  }
+}
+
 // A job that saves removes the state before, which another one may be loading.
 TEST_F(SavedStateFiles, AStateThatAnotherJobReplacesIsFollowed) {
   const ToyOptions options = options_for(2, DataType::kFloat32, 3);

@@ -514,8 +514,9 @@ class Engine {
   // own save their parts alone.
   // Order: collective.
   // Errors: on all ranks; the engine goes on: kIoError; kInvalidArgument where another tool wrote the file
-  //         `latest` there, where that names the state of a model with other parameters, and where another
-  //         engine of this process saved its state there or loaded it, and this one did not.
+  //         `latest` there, where that names the state of a model with other parameters, where another engine
+  //         of this process saved its state there or loaded it, and this one did not, and where the ranks
+  //         were given different values or froze other parameters: load a state then.
   void save_state(const std::string& directory, const std::string& trainer_state, int keep = 1);
   // The same, while training goes on. This call queues copies to pinned host memory and returns; a thread
   // writes them, and gives the state its name when the files of all ranks are there. Values that the host can

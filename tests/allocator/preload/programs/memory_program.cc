@@ -749,7 +749,7 @@ int attributes() {
     begin = 0;
     CHECK_CU(driver.cuPointerGetAttribute(&begin, CuPointerAttribute::kRangeStartAddr, block + 54321));
     std::printf("begin %d\n", begin == block);
-    // What tells it from virtual memory.
+    // Virtual memory has others.
     CuContext owner = nullptr;
     unsigned long long handle_types = 77;
     CuDevicePtr mapped = 0;
