@@ -32,7 +32,8 @@ from forebay.torch.uncompiled import calls_on_stack, is_in_state_dict, uncompile
 
 _library.ADVICE["every rank must issue the same operations in the same order"] = (
     "At stage 3 every forward pass gathers, so all ranks run the same number of them: give generate() synced_gpus=True "
-    "(after torch.distributed.init_process_group()), and call state_dict() and evaluations on all ranks")
+    "(after torch.distributed.init_process_group()), call state_dict() and evaluations on all ranks, and let no rank alone go on "
+    "after an exception in a forward pass")
 
 
 _REPLACED = ("parameter {} was replaced or removed after shard(), as torch.func.functional_call() does, and the engine would go on with "

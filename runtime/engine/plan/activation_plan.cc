@@ -149,9 +149,9 @@ Status choose_look_ahead(ActivationPlan& plan) {
       (gathers && !(plan.options.gather_bytes_per_second > 0)) || ((spills || gathers) && !(seconds > 0))) {
     return {
         StatusCode::kInvalidArgument,
-        "look_ahead is kAutoLookAhead, but the times to choose it from are missing; set recompute_seconds "
-        "of the slots, fetch_bytes_per_second to spill and gather_bytes_per_second to partition, or set "
-        "look_ahead to a number"};
+        "the look-ahead of saved activations is to follow from their times, and some are missing; give the "
+        "times of recomputation, the bytes per second of fetches where they spill and of gathers where they "
+        "are partitioned, or give the look-ahead as a number"};
   }
   // A gain of one percent is not worth another buffer.
   const double least = backward_seconds(plan, kLookAheadLimit);

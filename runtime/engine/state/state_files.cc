@@ -218,8 +218,8 @@ std::string find_state(const StateDirectory& directory) {
     throw_if_error(damage);
     return found;
   }
-  log(LogLevel::kWarning, "%s/%s names no state; the newest whole one is %s", directory.path().c_str(),
-      kLatest, found.c_str());
+  log(LogLevel::kWarning, "%s/%s %s; the newest whole one is %s", directory.path().c_str(), kLatest,
+      directory.has(kLatest) ? "names no state" : "is missing, which names the state to load", found.c_str());
   return found;
 }
 

@@ -200,7 +200,8 @@ TEST(ActivationPlan, ChoosesTheLookAheadFromTimes) {
   EXPECT_EQ(look_ahead(0.5e-3, 0.5e-3), 1);  // Hidden behind the activation before.
   EXPECT_GE(look_ahead(0.25e-3, 2e-3), 2);   // Hidden on average only.
   EXPECT_EQ(plan_of(chain(4, kKeep), {.look_ahead = kAutoLookAhead}).look_ahead, 0);
-  EXPECT_NE(refusal(chain(4, kPartitionAndSpill), {.look_ahead = kAutoLookAhead}).find("recompute_seconds"),
+  EXPECT_NE(refusal(chain(4, kPartitionAndSpill), {.look_ahead = kAutoLookAhead})
+                .find("the times of recomputation"),
             std::string::npos);
 }
 
@@ -374,10 +375,10 @@ TEST(ActivationPlan, TheLookAheadNeedsTheTimesOfItsPlacements) {
         .message();
   };
   const std::string missing =
-      "look_ahead is kAutoLookAhead, but the times to choose it from are missing; set recompute_seconds of "
-      "the slots, "
-      "fetch_bytes_per_second to spill and gather_bytes_per_second to partition, or set look_ahead to a "
-      "number";
+      "the look-ahead of saved activations is to follow from their times, and some are missing; give the "
+      "times "
+      "of recomputation, the bytes per second of fetches where they spill and of gathers where they are "
+      "partitioned, or give the look-ahead as a number";
   EXPECT_EQ(message(kPartitionAndSpill, 1e9, 0, 1), "");
   EXPECT_EQ(message(kPartitionAndSpill, 0, 1e9, 1), missing);
   EXPECT_EQ(message(kPartitionAndSpill, 1e9, 0, 0), missing);

@@ -843,7 +843,8 @@ FOREBAY_API int32_t forebay_fetch(forebay_engine* engine);
 
 /* Makes a checkpointer over tensor-parallel ranks, one or more. Nothing else uses the communicator after
  * commit.
- * Options: activation-micro-batches, activation-look-ahead, activation-leases, activation-staging-count,
+ * Options: activation-micro-batches, activation-look-ahead, activation-fetch-bytes-per-second,
+ * activation-gather-bytes-per-second, activation-leases, activation-staging-count,
  * activation-tier (cpu, nvme:DIR), activation-device-memory, activation-host-memory,
  * activation-file-staging, activation-region (on: forebay_checkpointer_commit() is given memory). */
 FOREBAY_API int32_t forebay_checkpointer_create(forebay_device* device, forebay_communicator* communicator,
