@@ -349,24 +349,18 @@ TEST(PreloadMemory, ABlockThatIsUsedAgainStaysPinned) {
   run.expect_no_hazard();
 }
 
-TEST(PreloadMemory, BlocksHaveNoHandleOfVirtualMemory) {
-  const PreloadRun bare(matter("handles"), "none", {{"FAKE_CUDA_FREE_WAITS", "1"}});
-  PreloadRun run(matter("handles"));
+TEST(PreloadMemory, BlocksHaveNumbersAndNoHandlesOfVirtualMemory) {
+  for (const auto& [what, expected] :
+       {std::pair{"handles", "1\n1\n"},
+        std::pair{"buffer-ids", "two blocks: 1\none block: 1\none after another: 1\n"}}) {
+    const PreloadRun bare(matter(what), "none", {{"FAKE_CUDA_FREE_WAITS", "1"}});
+    PreloadRun run(matter(what));
 
-  EXPECT_EQ(run.finished.exit_code, 0);
-  EXPECT_EQ(run.finished.output, "1\n1\n");
-  EXPECT_EQ(run.finished.output, bare.finished.output);
-  run.expect_no_hazard();
-}
-
-TEST(PreloadMemory, EachBlockHasANumberOfItsOwn) {
-  const PreloadRun bare(matter("buffer-ids"), "none", {{"FAKE_CUDA_FREE_WAITS", "1"}});
-  PreloadRun run(matter("buffer-ids"));
-
-  EXPECT_EQ(run.finished.exit_code, 0);
-  EXPECT_EQ(run.finished.output, "two blocks: 1\none block: 1\none after another: 1\n");
-  EXPECT_EQ(run.finished.output, bare.finished.output);
-  run.expect_no_hazard();
+    EXPECT_EQ(run.finished.exit_code, 0);
+    EXPECT_EQ(run.finished.output, expected);
+    EXPECT_EQ(run.finished.output, bare.finished.output);
+    run.expect_no_hazard();
+  }
 }
 
 TEST(PreloadMemory, NoThreadMissesTheMemoryThatAnotherOneGivesBack) {
