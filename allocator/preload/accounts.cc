@@ -65,8 +65,12 @@ void enter_arena_block(const ProcessArenas::Use& use, DevicePtr address, BlockFa
 
 void enter_driver_block(PreloadServer server, DevicePtr address, std::size_t bytes, DriverStream stream) {
   const int device = EventLog::of_process() == nullptr ? -1 : current_device();
-  enter({.bytes = bytes, .device = device, .stream = stream, .server = server}, nullptr, address,
-        {.bytes = bytes});
+  BlockFacts facts{.bytes = bytes};
+  DriverContext context = nullptr;
+  // Memory in stream order ends with its pool.
+  if (stream == nullptr && preload_state().used.cuCtxGetCurrent(&context) == kDriverSuccess)
+    facts.context = context;
+  enter({.bytes = bytes, .device = device, .stream = stream, .server = server}, nullptr, address, facts);
   count_served(server, bytes);
 }
 

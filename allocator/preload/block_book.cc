@@ -127,11 +127,23 @@ BlockBook::Blocks BlockBook::forget_device(int device) {
   return gone;
 }
 
+BlockBook::Blocks BlockBook::forget_context(void* context) {
+  Blocks gone;
+  if (context == nullptr) return gone;
+  const std::lock_guard lock(mutex_);
+  for (auto i = blocks_.begin(); i != blocks_.end();) {
+    const auto entry = i++;
+    if (entry->second.context == context) gone.insert(blocks_.extract(entry));
+  }
+  return gone;
+}
+
 void BlockBook::park(DevicePtr address, const BlockFacts& facts, Stream stream) {
   ParkedBlocks made;
   made.emplace(address, Parked{facts, stream});
   ParkedBlocks::node_type node = made.extract(made.begin());
   const std::lock_guard lock(mutex_);
+  node.mapped().number = ++last_parked_;
   parked_.insert(std::move(node));
   parked_count_.store(parked_.size(), std::memory_order_relaxed);
 }
@@ -150,6 +162,32 @@ DevicePtr BlockBook::unpark(int device, std::size_t bytes, Stream stream, KnownO
   *outside = node.mapped().facts.outside;
   parked_count_.store(parked_.size(), std::memory_order_relaxed);
   return node.key();
+}
+
+std::size_t BlockBook::parked_streams(int device, std::size_t bytes, Stream (&streams)[kMostParkedStreams],
+                                      std::uint64_t* number) const {
+  if (parked_count_.load(std::memory_order_relaxed) == 0) return 0;
+  const std::lock_guard lock(mutex_);
+  *number = last_parked_;
+  std::size_t count = 0;
+  for (const auto& [address, parked] : parked_) {
+    if (parked.facts.device != device || parked.stream == Stream() ||
+        (bytes != 0 && parked.facts.bytes != bytes) ||
+        std::find(streams, streams + count, parked.stream) != streams + count) {
+      continue;
+    }
+    streams[count++] = parked.stream;
+    if (count == kMostParkedStreams) break;
+  }
+  return count;
+}
+
+void BlockBook::set_parked_idle(Stream stream, std::uint64_t number) {
+  if (parked_count_.load(std::memory_order_relaxed) == 0) return;
+  const std::lock_guard lock(mutex_);
+  for (auto& [address, parked] : parked_) {
+    if (parked.stream == stream && parked.number <= number) parked.stream = Stream();
+  }
 }
 
 std::size_t BlockBook::parked_shared_bytes(int device) const {

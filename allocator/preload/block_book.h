@@ -37,6 +37,7 @@ struct BlockFacts {
   // Allocated in stream order. A plain free of such a block does not wait for the device.
   bool is_ordered = false;
   KnownOutside outside = KnownOutside::kNo;
+  void* context = nullptr;  // A block of the driver's ends with this context. Null: with none.
   PreloadServer server = PreloadServer::kArena;
   // For the events, if they are kept: numbers of stream and device, and the index in the table.
   std::uint16_t event_stream = 0;
@@ -72,11 +73,14 @@ class BlockBook {
 
   // Removes and returns all blocks of the device's arena, which is gone.
   Blocks forget_device(int device);
+  // The same with the driver's blocks that end with this context.
+  Blocks forget_context(void* context);
 
   // --- blocks that are known outside and were freed ---
   struct Parked {
     BlockFacts facts;
     Stream stream;
+    std::uint64_t number = 0;  // Counts the parked ones.
   };
   using ParkedBlocks = std::map<DevicePtr, Parked>;
   // Keeps the block for a later request of the same size. Its last use is queued on `stream`; null: it is
@@ -84,6 +88,13 @@ class BlockBook {
   void park(DevicePtr address, const BlockFacts& facts, Stream stream);
   // Takes a parked block of that size that is idle or was last used on the same stream. Null: there is none.
   DevicePtr unpark(int device, std::size_t bytes, Stream stream, KnownOutside* outside);
+  // Streams on which parked blocks of the device were last used; `bytes`: only those of that size; 0: all.
+  // Returns how many there are, at most kMostParkedStreams, and in `number` that of the latest parked block.
+  static constexpr std::size_t kMostParkedStreams = 16;
+  std::size_t parked_streams(int device, std::size_t bytes, Stream (&streams)[kMostParkedStreams],
+                             std::uint64_t* number) const;
+  // Work of the stream that was queued before the block with that number was parked has run.
+  void set_parked_idle(Stream stream, std::uint64_t number);
   // The bytes of the parked blocks of the device's arena that are kShared, in whole granules.
   std::size_t parked_shared_bytes(int device) const;
   // Removes and returns them, or only those that are idle.
@@ -108,6 +119,7 @@ class BlockBook {
   // Guarded by mutex_.
   Blocks blocks_;
   ParkedBlocks parked_;
+  std::uint64_t last_parked_ = 0;
   std::uint64_t last_id_ = std::uint64_t{1} << 63;  // The driver counts from below.
 };
 

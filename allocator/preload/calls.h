@@ -168,6 +168,9 @@ enum { kNullStreamANY = 0, kNullStreamLEGACY = 1, kNullStreamTHREAD = 2 };
 
 #define FOREBAY_PRELOAD_OPTIONAL(X) \
   X(cuDeviceGetDefaultMemPool, (DriverPool* pool, DriverDevice device)) \
+  X(cuDeviceGetCount, (int* count)) \
+  X(cuDeviceCanAccessPeer, (int* can_access, DriverDevice device, DriverDevice peer)) \
+  X(cuThreadExchangeStreamCaptureMode, (unsigned* mode)) \
   X(cuStreamIsCapturing_ptsz, (DriverStream stream, unsigned* status))
 
 #define FOREBAY_PRELOAD_USED(X) FOREBAY_PRELOAD_NEEDED(X) FOREBAY_PRELOAD_OPTIONAL(X)

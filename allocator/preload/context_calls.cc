@@ -37,6 +37,13 @@ void drop_arena(DriverDevice device) {
   forget_pool_use(device);
 }
 
+// Called when the context is gone.
+void forget_context(DriverContext context) {
+  forget_opened_blocks(context);
+  for (const auto& [address, facts] : ProcessArenas::of_process().blocks().forget_context(context))
+    leave_block(address, facts);
+}
+
 DriverResult primary_retain(DriverContext* context, DriverDevice device) {
   const DriverResult result = preload_state().real.cuDevicePrimaryCtxRetain(context, device);
   if (result == kDriverSuccess && is_device(device)) {
@@ -55,7 +62,7 @@ DriverResult primary_release(DriverDevice device) {
     if (before == 1) drop_arena(device);
   }
   const DriverResult result = (preload_state().real.*kCall)(device);
-  if (result == kDriverSuccess && before == 1) forget_opened_blocks(primary[device]);
+  if (result == kDriverSuccess && before == 1) forget_context(primary[device]);
   return result;
 }
 
@@ -64,7 +71,7 @@ DriverResult context_destroy(DriverContext context) {
   const DriverResult result = preload_state().real.cuCtxDestroy_v2(context);
   if (result != kDriverSuccess) return result;
   forget_streams(context);
-  forget_opened_blocks(context);
+  forget_context(context);
   return result;
 }
 
@@ -72,7 +79,7 @@ template <auto kCall>
 DriverResult primary_reset(DriverDevice device) {
   if (is_device(device)) drop_arena(device);
   const DriverResult result = (preload_state().real.*kCall)(device);
-  if (result == kDriverSuccess && is_device(device)) forget_opened_blocks(primary[device]);
+  if (result == kDriverSuccess && is_device(device)) forget_context(primary[device]);
   return result;
 }
 

@@ -79,11 +79,37 @@ void finish_waiting_frees() {
 
 // --- allocation ---
 
+namespace {
+
+// Asks the streams on which parked blocks were last used. `bytes`: blocks of that size; 0: all.
+void find_idle_parked(const ProcessArenas::Use& use, std::size_t bytes) {
+  BlockBook& blocks = ProcessArenas::of_process().blocks();
+  Stream streams[BlockBook::kMostParkedStreams];
+  std::uint64_t number = 0;
+  const std::size_t count = blocks.parked_streams(use.device(), bytes, streams, &number);
+  if (count == 0) return;
+  const bool captures = any_capture();
+  const ContextScope scope(use.context());
+  if (scope.result() != kDriverSuccess) return;
+  const RelaxedCapture relaxed;
+  for (std::size_t i = 0; i < count; ++i) {
+    auto* const stream = static_cast<DriverStream>(streams[i].handle);
+    DriverResult answer = kDriverSuccess;
+    // A question to a captured stream, or to the default stream beside one, would end the capture.
+    if (captures && (is_default_stream(stream) || is_capturing(stream, false, &answer))) continue;
+    if (preload_state().used.cuStreamQuery(stream) == kDriverSuccess)
+      blocks.set_parked_idle(streams[i], number);
+  }
+}
+
+}  // namespace
+
 void give_back_parked(const ProcessArenas::Use& use) {
   BlockBook& blocks = ProcessArenas::of_process().blocks();
   if (blocks.parked_shared_bytes(use.device()) == 0) return;
   // A capture forbids to wait.
   const bool only_idle = any_capture();
+  if (only_idle) find_idle_parked(use, 0);
   const BlockBook::ParkedBlocks parked = blocks.take_parked_shared(use.device(), only_idle);
   if (!only_idle) (void)wait_for_device(use);
   for (const auto& [address, block] : parked) {
@@ -95,9 +121,12 @@ void give_back_parked(const ProcessArenas::Use& use) {
 Result<DevicePtr> allocate_from(const ProcessArenas::Use& use, const AllocationRequest& request,
                                 KnownOutside* outside) {
   *outside = KnownOutside::kNo;
-  if (DevicePtr const block =
-          ProcessArenas::of_process().blocks().unpark(use.device(), request.bytes, request.stream, outside))
-    return block;
+  BlockBook& blocks = ProcessArenas::of_process().blocks();
+  for (const bool is_last : {false, true}) {
+    DevicePtr const block = blocks.unpark(use.device(), request.bytes, request.stream, outside);
+    if (block != nullptr) return block;
+    if (!is_last) find_idle_parked(use, request.bytes);
+  }
   Result<DevicePtr> made = use.arena().allocate(request);
   if (made.status().code() != StatusCode::kOutOfMemory) return made;
   // Freed memory that queued work may still use counts as taken, so waits for that work and tries again.

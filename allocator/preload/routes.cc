@@ -98,6 +98,7 @@ DriverResult retire_and_destroy(DriverStream stream) {
       (void)use.arena().stream_retire(Stream{stream});
     }
   }
+  ProcessArenas::of_process().blocks().set_parked_idle(Stream{stream}, UINT64_MAX);
   return preload_state().real.cuStreamDestroy_v2(stream);
 }
 
@@ -276,6 +277,7 @@ void end_idle_streams() {
   if (kept_streams().size() == 0) return;
   std::list<KeptStream> all = kept_streams().take([](const KeptStream&) { return true; });
   std::list<KeptStream> idle;
+  const RelaxedCapture relaxed;
   for (auto i = all.begin(); i != all.end();) {
     const auto kept = i++;
     if (preload_state().used.cuStreamQuery(kept->stream) != kDriverNotReady)

@@ -100,6 +100,22 @@ class ContextScope {
   DriverResult result_;
 };
 
+// Within it this thread may ask streams and events while others capture; without it that ends their captures.
+class RelaxedCapture {
+ public:
+  RelaxedCapture() noexcept { exchange(); }
+  ~RelaxedCapture() { exchange(); }
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+
+ private:
+  void exchange() noexcept {
+    const auto call = preload_state().used.cuThreadExchangeStreamCaptureMode;
+    if (call != nullptr) (void)call(&mode_);
+  }
+  unsigned mode_ = 2;  // Relaxed; then the thread's own.
+};
+
 // Waits, like a plain free, until all work queued in the arena's context has run.
 DriverResult wait_for_device(const ProcessArenas::Use& use);
 

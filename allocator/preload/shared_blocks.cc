@@ -94,10 +94,10 @@ socklen_t address_of(std::int32_t process, std::uint64_t token, sockaddr_un* add
   return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + static_cast<std::size_t>(length));
 }
 
-// Whether the descriptor is still that of this process's socket.
-bool is_bound_to(int socket, std::uint64_t token) {
+// Whether the descriptor is still that of the process's socket.
+bool is_bound_to(int socket, std::uint64_t token, std::int32_t process) {
   sockaddr_un expected, found{};
-  const socklen_t length = address_of(static_cast<std::int32_t>(::getpid()), token, &expected);
+  const socklen_t length = address_of(process, token, &expected);
   socklen_t found_length = sizeof found;
   return ::getsockname(socket, reinterpret_cast<sockaddr*>(&found), &found_length) == 0 &&
          found_length == length && std::memcmp(&found, &expected, length) == 0;
@@ -242,9 +242,13 @@ Sharing& sharing() {
 // A child without exec answers nobody. If it kept the socket, callers would wait for it when this process is
 // gone.
 constinit std::atomic<int> listening{-1};
+constinit std::atomic<std::uint64_t> listening_token{0};
+constinit std::atomic<std::int32_t> listening_process{0};
 
 void stop_listening_in_child() {
-  if (const int listener = listening.exchange(-1); listener >= 0) ::close(listener);
+  // The program may have closed it, and another file may have the number.
+  const int listener = listening.exchange(-1);
+  if (listener >= 0 && is_bound_to(listener, listening_token, listening_process)) ::close(listener);
 }
 
 void* serve_until_the_end(void*) {
@@ -275,6 +279,8 @@ bool Sharing::listen() {
   static_cast<void>(has_handler);
   token_ = token;
   listener_ = std::move(listener);
+  listening_token = token;
+  listening_process = static_cast<std::int32_t>(::getpid());
   listening = listener_.number();
   pthread_t thread;
   const bool started = ::pthread_create(&thread, nullptr, &serve_until_the_end, nullptr) == 0;
@@ -422,7 +428,7 @@ void Sharing::serve() {
   callers.reserve(kMostCallers);
   // The program may have closed all descriptors, and another file may have the number. Handles made from then
   // on cannot be opened.
-  while (is_bound_to(listener, token())) {
+  while (is_bound_to(listener, token(), static_cast<std::int32_t>(::getpid()))) {
     std::array<pollfd, kMostCallers + 1> waiting{};
     waiting[0] = {.fd = listener, .events = POLLIN, .revents = 0};
     for (std::size_t i = 0; i < callers.size(); ++i)
@@ -431,7 +437,7 @@ void Sharing::serve() {
       if (errno != EINTR) wait_for_descriptors();
       continue;
     }
-    if (!is_bound_to(listener, token())) break;
+    if (!is_bound_to(listener, token(), static_cast<std::int32_t>(::getpid()))) break;
     // From the last on, because the answered ones are taken out.
     for (std::size_t i = callers.size(); i > 0; --i) {
       if (waiting[i].revents == 0) continue;
@@ -465,7 +471,7 @@ struct OpenedKey {
   std::int32_t process;
   std::uint64_t token;
   std::uint64_t block;
-  DriverDevice device;
+  DriverContext context;
   friend auto operator<=>(const OpenedKey&, const OpenedKey&) = default;
 };
 
@@ -577,8 +583,22 @@ DriverResult map_chunks(const Arriving& arriving, DriverDevice device, OpenedBlo
     block->mapped.push_back(arriving.bytes[i]);
     next += arriving.bytes[i];
   }
-  const DriverAccess access{.location = {.type = kDeviceLocation, .id = device}, .flags = kReadWrite};
-  return used.cuMemSetAccess(block->base, total, &access, 1);
+  std::vector<DriverAccess> access{
+      {.location = {.type = kDeviceLocation, .id = device}, .flags = kReadWrite}};
+  int count = 0;
+  if (used.cuDeviceGetCount != nullptr && used.cuDeviceCanAccessPeer != nullptr)
+    (void)used.cuDeviceGetCount(&count);
+  for (DriverDevice peer = 0; peer < count; ++peer) {
+    unsigned flags = 0;
+    int is_used = 0, can_access = 0;
+    if (peer == device || used.cuDevicePrimaryCtxGetState(peer, &flags, &is_used) != kDriverSuccess ||
+        is_used == 0 || used.cuDeviceCanAccessPeer(&can_access, peer, device) != kDriverSuccess ||
+        can_access == 0) {
+      continue;
+    }
+    access.push_back({.location = {.type = kDeviceLocation, .id = peer}, .flags = kReadWrite});
+  }
+  return used.cuMemSetAccess(block->base, total, access.data(), access.size());
 }
 
 HandleContent content_of(const DriverIpcHandle& handle) {
@@ -624,7 +644,10 @@ DriverResult open_shared_block(const DriverIpcHandle& handle, unsigned flags, Dr
     return result;
   // As with the driver, a process cannot open its own handles.
   if (content.process == static_cast<std::int32_t>(::getpid())) return kDriverInvalidContext;
-  const OpenedKey key{content.process, content.token, content.block, device};
+  DriverContext context = nullptr;
+  if (const DriverResult result = preload_state().used.cuCtxGetCurrent(&context); result != kDriverSuccess)
+    return result;
+  const OpenedKey key{content.process, content.token, content.block, context};
   Opened& all = opened();
   // Counts one more opening, if there is one.
   const auto open_again = [&] {
@@ -647,8 +670,7 @@ DriverResult open_shared_block(const DriverIpcHandle& handle, unsigned flags, Dr
     return result == kDriverOutOfMemory ? result : static_cast<DriverResult>(kDriverMapFailed);
   }
   block.key = key;
-  block.range = {.begin = block.base + reply.offset, .bytes = reply.bytes};
-  (void)preload_state().used.cuCtxGetCurrent(&block.range.context);
+  block.range = {.begin = block.base + reply.offset, .bytes = reply.bytes, .context = context};
   block.count = 1;
   {
     const std::lock_guard lock(all.mutex);

@@ -131,7 +131,10 @@ DriverResult pointer_get_attributes(unsigned count, unsigned* attributes, void**
 }
 
 DriverResult pointer_set_attribute(const void* value, unsigned attribute, DriverAddress address) {
-  const DriverResult result = preload_state().real.cuPointerSetAttribute(value, attribute, address);
+  ShownBlock block;
+  const bool is_known = find_block(address, &block) != Whose::kNobody;
+  const DriverResult result =
+      preload_state().real.cuPointerSetAttribute(value, attribute, is_known ? address : kNowhere);
   // A program sets SYNC_MEMOPS when it has registered the memory with another device.
   if (attribute == kSyncMemops && is_ours(address)) pin(address, 1);
   return result;

@@ -332,12 +332,12 @@ TEST(PreloadMemory, FreesAreRoutedByAddressAndInvalidOnesRefused) {
 }
 
 TEST(PreloadMemory, MemoryKnownOutsideKeepsItsAddress) {
-  PreloadRun run(matter("pinned"));
+  PreloadRun run(matter("pinned"), "arena", {{"FAKE_CUDA_LATENCY_NS", "5000000"}});
 
   EXPECT_EQ(run.finished.exit_code, 0);
   EXPECT_EQ(run.finished.output,
-            "same address 1, same memory 1\non another stream 0, on the same 1\n"
-            "on the thread's own 1\n");
+            "same address 1, same memory 1\non another stream 0\non the same 1\non another stream 1\n"
+            "on the same 1\nkept for later 1\non the thread's own 1\n");
   run.expect_no_hazard();
 }
 

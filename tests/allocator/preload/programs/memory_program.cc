@@ -925,13 +925,27 @@ int pinned() {
   // A request of the same size gets the block again.
   CuDevicePtr again = 0;
   if (int failed = ask_again(block, &again)) return failed;
-  // Freed on a stream, it is at once for that stream alone.
+  // Freed on a stream, it is at once for that stream alone, and for others when the stream is done.
   const CuStream stream = new_stream();
-  CHECK_CU(driver.cuMemFreeAsync(again, stream));
-  CHECK_CU(driver.cuMemAllocAsync(&other, 6 * kMiB, new_stream()));
-  CHECK_CU(driver.cuMemAllocAsync(&again, 6 * kMiB, stream));
-  std::printf("on another stream %d, on the same %d\n", other == block, again == block);
-  CHECK_CU(driver.cuMemFree_v2(other));
+  for (const bool waits : {false, true}) {
+    CHECK_CU(driver.cuMemsetD8Async(again, 1, 6 * kMiB, stream));
+    CHECK_CU(driver.cuMemFreeAsync(again, stream));
+    if (waits) CHECK_CU(driver.cuStreamSynchronize(stream));
+    CHECK_CU(driver.cuMemAllocAsync(&other, 6 * kMiB, new_stream()));
+    std::printf("on another stream %d\n", other == block);
+    CHECK_CU(driver.cuMemFree_v2(other));
+    CHECK_CU(driver.cuMemAllocAsync(&again, 6 * kMiB, stream));
+    std::printf("on the same %d\n", again == block);
+  }
+  // Other memory is not taken for it, however often.
+  std::size_t free_before = free_bytes();
+  for (int i = 0; i < 50; ++i) {
+    CHECK_CU(driver.cuMemAllocAsync(&other, kMiB, stream));
+    if (show_outside(other) != 0) return 1;
+    CHECK_CU(driver.cuMemFreeAsync(other, new_stream()));
+    CHECK_CU(driver.cuCtxSynchronize());
+  }
+  std::printf("kept for later %d\n", free_before - free_bytes() <= 2 * kMiB);
   // Freed on a thread's default stream, it is not lost.
   CHECK_CU(per_thread.cuMemFreeAsync(again, nullptr));
   CHECK_CU(per_thread.cuMemAllocAsync(&again, 6 * kMiB, nullptr));

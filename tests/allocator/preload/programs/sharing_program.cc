@@ -130,6 +130,15 @@ int second() {
   CHECK(inherited_count == 0);
   CHECK(holds(address, 1));
   CHECK(is_block(address));
+  // Another context has an opening of its own.
+  CuContext before = nullptr, second = nullptr;
+  CHECK_CU(driver.cuCtxGetCurrent(&before));
+  CHECK_CU(driver.cuCtxCreate_v2(&second, 0, 0));
+  CHECK_CU(driver.cuIpcOpenMemHandle_v2(&again, message.handle, kIpcLazyEnablePeerAccess));
+  CHECK(again != address && holds(again, 1));
+  CHECK_CU(driver.cuCtxDestroy_v2(second));
+  CHECK_CU(driver.cuCtxSetCurrent(before));
+  CHECK(holds(address, 1));
   // Opened twice, it is there until it was closed twice.
   CHECK_CU(driver.cuIpcOpenMemHandle_v2(&again, message.handle, kIpcLazyEnablePeerAccess));
   CHECK(again == address);
