@@ -494,8 +494,6 @@ std::string Engine::load_state(const std::string& directory, std::optional<std::
   impl_->expect(Impl::Phase::kIdle, "load_state()");
   impl_->expect_own_weights("load_state()");
   const Impl::OtherTraffic other(*impl_);
-  impl_->values_fingerprint = 0;
-  impl_->given_values.clear();
   return impl_->load_state(directory, step);
 }
 

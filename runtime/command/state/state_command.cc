@@ -1,4 +1,3 @@
-#include <fnmatch.h>
 #include <xxhash.h>
 
 #include <algorithm>
@@ -10,6 +9,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -187,6 +187,28 @@ void refuse_source(const StateOptions& options) {
   }
 }
 
+// Whether the pattern, in which `*` stands for any characters and nothing else is special, is the whole name.
+bool matches(std::string_view pattern, std::string_view name) {
+  std::size_t p = 0, n = 0;
+  std::size_t star = std::string_view::npos,
+              after = 0;  // The last `*`, and where the rest of the name begins.
+  while (n < name.size()) {
+    if (p < pattern.size() && pattern[p] == '*') {
+      star = p++;
+      after = n;
+    } else if (p < pattern.size() && pattern[p] == name[n]) {
+      ++p;
+      ++n;
+    } else if (star != std::string_view::npos) {
+      p = star + 1;
+      n = ++after;
+    } else {
+      return false;
+    }
+  }
+  return pattern.find_first_not_of('*', p) == std::string_view::npos;
+}
+
 // A state with the tensors of another tool: its masters, and m, v and step where it has them.
 class Import {
  public:
@@ -295,7 +317,7 @@ class Import {
     const std::string name = tensor.name.substr(prefix_.size());
     bool is_wanted = true;
     for (auto& [pattern, count] : not_wanted_) {
-      if (::fnmatch(pattern.c_str(), name.c_str(), 0) != 0) continue;
+      if (!matches(pattern, name)) continue;
       ++count;
       is_wanted = false;
     }

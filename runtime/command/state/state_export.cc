@@ -289,6 +289,8 @@ std::vector<std::string> export_state(SavedStateReader& state, const StateExport
     index.write(text.data(), text.size());
     index.sync();
   }
+  // An earlier export with as many files has the same names: its index would go with files of both.
+  if (shards.size() > 1 && ::unlink(paths.back().c_str()) == 0) sync_directory_of(options.to);
   for (const std::unique_ptr<NewFile>& file : files) file->rename_to_path();
   sync_directory_of(options.to);
   return paths;

@@ -685,6 +685,16 @@ std::string Engine::Impl::load_state(Communicator& loading, const std::string& d
         "not have it; give the option ema to go on with it",
         shown_path(saved.path()).c_str());
   }
+  // All ranks have the same values again. Which parameters freeze() has frozen is left as it was.
+  given_values.clear();
+  values_fingerprint = 0;
+  for (int index = 0; index < unit_count(); ++index) {
+    const std::vector<bool>& fixed = unit(index).fixed;
+    for (std::size_t p = 0; p < fixed.size(); ++p) {
+      const std::uint64_t id[] = {static_cast<std::uint64_t>(index), p};
+      if (fixed[p]) values_fingerprint = XXH3_64bits_withSeed(id, sizeof(id), values_fingerprint);
+    }
+  }
   return trainer_state;
 }
 

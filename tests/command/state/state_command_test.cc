@@ -34,7 +34,18 @@ namespace {
 // The number of the next fsync() of this thread that fails, or 0.
 thread_local int failing_sync = 0;
 
+// The same of rename().
+thread_local int failing_rename = 0;
+
 }  // namespace
+
+extern "C" int rename(const char* from, const char* to) {
+  if (failing_rename > 0 && --failing_rename == 0) {
+    errno = EIO;
+    return -1;
+  }
+  return static_cast<int>(::syscall(SYS_renameat2, AT_FDCWD, from, AT_FDCWD, to, 0));
+}
 
 // In place of the C library's, for export_state() too.
 extern "C" int fsync(int file) {
@@ -473,6 +484,20 @@ TEST_F(StateCommand, AnExportThatCannotBeSyncedFailsAndLeavesNothing) {
   EXPECT_EQ(export_state(state, wanted, nothing).size(), 4u);
   EXPECT_EQ(failing_sync, 0);
   EXPECT_EQ(files().size(), 4u);
+}
+
+// A mixture of both would look whole.
+TEST_F(StateCommand, AnExportOverAnotherOneThatBreaksOffLeavesNoIndex) {
+  save();
+  SavedStateReader state(directory_);
+  const StateExport wanted{.to = root_ + "/m.safetensors", .max_shard_bytes = 2430};
+  const auto nothing = [](std::uint64_t, std::uint64_t) {};
+  for (int rename = 1; rename <= 4; ++rename) {
+    EXPECT_EQ(export_state(state, wanted, nothing).size(), 4u);
+    failing_rename = rename;
+    EXPECT_THROW(export_state(state, wanted, nothing), Error);
+    EXPECT_FALSE(fs::exists(root_ + "/m.safetensors.index.json")) << rename;
+  }
 }
 
 TEST_F(StateCommand, ExportsAnAverageAndTheWeightsThatHaveNone) {

@@ -495,7 +495,16 @@ TEST_F(SavedStateFiles, RanksWithDifferentWeightsSaveNothing) {
         EXPECT_NE(refused.message().find("the hash of the values given to parameter"), std::string::npos)
             << refused.message();
       }
+      EXPECT_EQ(verdict([&] { engine.load_state(directory_, 77); }).code(), StatusCode::kIoError);
+      EXPECT_EQ(verdict([&] { engine.save_state(directory_, "y"); }).code(), StatusCode::kInvalidArgument)
+          << "a load that failed has changed nothing";
       EXPECT_EQ(engine.load_state(directory_), "x") << "the engine goes on, with equal weights";
+      if (rank.communicator->rank() == 1) engine.freeze(first, true);
+      EXPECT_EQ(engine.load_state(directory_), "x");
+      EXPECT_EQ(verdict([&] { engine.save_state(directory_, "y"); }).code(), StatusCode::kInvalidArgument)
+          << "a load freezes nothing";
+      if (rank.communicator->rank() == 1) engine.freeze(first, false);
+      EXPECT_EQ(engine.load_state(directory_), "x");
       EXPECT_FALSE(trainer.step(0).skipped);
       engine.save_state(directory_, "z");
     });

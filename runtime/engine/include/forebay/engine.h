@@ -381,7 +381,8 @@ class Engine {
 
   // --- values, between steps: full parameters in fp32 ---
 
-  // Requires: `values` has the parameter's count, and every rank gives the same values; step() checks this.
+  // Requires: `values` has the parameter's count, and every rank gives the same values, by the same
+  // calls in the same order; step() and saves check this.
   void set_parameter(ParameterId parameter, Span<const float> values);
   // The same for the elements from `first` on. Requires: they are a part of the parameter.
   void set_parameter_part(ParameterId parameter, std::uint64_t first, Span<const float> values);
