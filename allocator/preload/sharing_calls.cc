@@ -74,12 +74,9 @@ Whose find_block(DriverAddress address, ShownBlock* shown) {
   return Whose::kBlock;
 }
 
-// False: the driver's answer holds.
-bool answer_attribute(void* data, unsigned attribute, const ShownBlock& block) {
-  const auto answer = [=](const auto& value) {
-    std::memcpy(data, &value, sizeof value);
-    return true;
-  };
+// Replaces what the driver has answered, where that is of the chunk or of the reservation.
+void answer_attribute(void* data, unsigned attribute, const ShownBlock& block) {
+  const auto answer = [=](const auto& value) { std::memcpy(data, &value, sizeof value); };
   switch (attribute) {
     case kContext:
       return answer(block.context);
@@ -97,11 +94,11 @@ bool answer_attribute(void* data, unsigned attribute, const ShownBlock& block) {
     case kIsIpcCapable:
       // CUDA does not say how wide this answer is. The driver has set all of it to 0.
       if (block.can_be_shared) *static_cast<unsigned char*>(data) = 1;
-      return true;
+      return;
     case kHandleTypes:
       return answer(std::uint32_t{0});  // Nor how wide this one is; the driver's value fits into it.
     default:
-      return false;
+      return;
   }
 }
 
@@ -112,7 +109,7 @@ DriverResult pointer_get_attribute(void* data, unsigned attribute, DriverAddress
       data, attribute, whose == Whose::kNobody ? kNowhere : address);
   if (data == nullptr || result != kDriverSuccess || whose != Whose::kBlock) return result;
   if (attribute == kP2pTokens) pin(address, 1);
-  (void)answer_attribute(data, attribute, block);
+  answer_attribute(data, attribute, block);
   return result;
 }
 
@@ -125,7 +122,7 @@ DriverResult pointer_get_attributes(unsigned count, unsigned* attributes, void**
   if (result != kDriverSuccess || whose != Whose::kBlock) return result;
   for (unsigned i = 0; i < count; ++i) {
     if (attributes[i] == kP2pTokens) pin(address, 1);
-    (void)answer_attribute(data[i], attributes[i], block);
+    answer_attribute(data[i], attributes[i], block);
   }
   return result;
 }

@@ -203,12 +203,11 @@ void Engine::Impl::expect_equal_values() {
   text << given_values_text()
        << "the hash of all values, frozen parameters and resets of moments in their order\t" << std::hex
        << values_fingerprint << '\n';
-  agree(verdict_of([&] { agree_on_text(communicator, "values before this save", text.str()); }));
+  agree_on_text(communicator, "values before this save", text.str());
 }
 
 void Engine::Impl::save_state(const std::string& directory, const std::string& trainer_state, int keep) {
   end_save();
-  expect_equal_values();
   Communicator& saving = state_ranks(directory);
   const bool saves_grid = &saving != &communicator;
   const std::string name = internal::state_name(attempted_steps);
@@ -216,6 +215,7 @@ void Engine::Impl::save_state(const std::string& directory, const std::string& t
   std::optional<StateDirectory> files;
   std::optional<internal::StateLock> lock;
   agree(local_verdict([&] {
+    expect_equal_values();
     if (saving.rank() != 0) return;
     files.emplace(StateDirectory::make(directory));
     internal::check_latest(*files);
@@ -255,7 +255,6 @@ void Engine::Impl::begin_save(const std::string& directory, const std::string& t
         "commit(), or call save_state()");
   }
   end_save();
-  expect_equal_values();
   Communicator& saving = state_ranks(directory);
   const bool saves_grid = &saving != &communicator;
   internal::BackgroundSaveJob job;
@@ -268,6 +267,7 @@ void Engine::Impl::begin_save(const std::string& directory, const std::string& t
   job.ranks = saving.size();
   job.keep = keep;
   agree(local_verdict([&] {
+    expect_equal_values();
     internal::check_text(trainer_state);
     if (saving.rank() != 0) return;
     const StateDirectory files = StateDirectory::make(directory);
