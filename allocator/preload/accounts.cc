@@ -35,7 +35,6 @@ void enter(const EventRequest& request, const Arena* arena, DevicePtr address, B
 
 // Tells the book the addresses that the arena has reserved around its first block.
 void tell_range(int device, DevicePtr block) {
-  enum : unsigned { kRangeStart = 11, kRangeSize = 12 };
   const auto ask = preload_state().real.cuPointerGetAttribute;
   DriverAddress begin = 0;
   std::size_t bytes = 0;

@@ -67,6 +67,9 @@ enum {
 /* As cuDriverGetVersion counts. The interfaces of all hooked calls are known up to this version. */
 enum { kKnownInterfaceVersion = 13000 };
 
+/* Attributes of addresses. */
+enum { kRangeStart = 11, kRangeSize = 12 };
+
 /* A flag of cuGetProcAddress. */
 enum { kProcAddressPerThreadFlag = 2 };
 

@@ -100,7 +100,8 @@ class ContextScope {
   DriverResult result_;
 };
 
-// Within it this thread may ask streams and events while others capture; without it that ends their captures.
+// Within it this thread may ask streams and events while others capture; without it that may end
+// their captures.
 class RelaxedCapture {
  public:
   RelaxedCapture() noexcept { exchange(); }

@@ -11,15 +11,13 @@
 namespace forebay {
 namespace {
 
-// Pointer attributes that the preload answers, or that make memory known outside.
+// Further attributes that the preload answers, or that make memory known outside.
 enum : unsigned {
   kContext = 1,
   kP2pTokens = 5,
   kSyncMemops = 6,
   kBufferId = 7,
   kIsIpcCapable = 10,
-  kRangeStart = 11,
-  kRangeSize = 12,
   kHandleTypes = 14,
   kPoolHandle = 17,
   kMappingSize = 18,

@@ -519,7 +519,6 @@ class SeveralRanks(unittest.TestCase):
             self.assertEqual(one["seen"], expected, one["rank"])
             self.assertLess(one["host"], 0.75 * alone["host_bytes"])
 
-
     def test_a_rank_waits_for_the_others_until_its_deadline(self):
         waited, other = sorted(support.torchrun(__file__, 2, {"deadline": 1500}), key=lambda one: one["rank"])
         self.assertEqual((waited["error"], other["error"]), ("Timeout", None))

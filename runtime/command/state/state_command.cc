@@ -190,8 +190,8 @@ void refuse_source(const StateOptions& options) {
 // Whether the pattern, in which `*` stands for any characters and nothing else is special, is the whole name.
 bool matches(std::string_view pattern, std::string_view name) {
   std::size_t p = 0, n = 0;
-  std::size_t star = std::string_view::npos,
-              after = 0;  // The last `*`, and where the rest of the name begins.
+  std::size_t star = std::string_view::npos;  // The last one in the pattern,
+  std::size_t after = 0;                      // and the end of the part of the name that it stands for.
   while (n < name.size()) {
     if (p < pattern.size() && pattern[p] == '*') {
       star = p++;
