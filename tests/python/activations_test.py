@@ -523,7 +523,7 @@ class SeveralRanks(unittest.TestCase):
         waited, other = sorted(support.torchrun(__file__, 2, {"deadline": 1500}), key=lambda one: one["rank"])
         self.assertEqual((waited["error"], other["error"]), ("Timeout", None))
         self.assertGreater(waited["seconds"], 1)
-        self.assertLess(waited["seconds"], 60)  # Without it: minutes.
+        self.assertLess(waited["seconds"], 60)  # The default.
 
 
 def late_rank(deadline):
