@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <array>
 #include <cstring>
 #include <map>
 #include <memory>
@@ -169,120 +170,178 @@ const DeclaredFunction& declaration(const std::string& name) {
   throw std::out_of_range(name);
 }
 
-template <typename Function>
-class Caller;
+// An argument of any type.
+using Argument = std::array<std::byte, 8>;
 
-template <typename Result, typename... A>
-class Caller<Result (*)(A...)> {
+template <typename T>
+Argument argument_of(T value) {
+  static_assert(sizeof(T) <= sizeof(Argument));
+  Argument argument{};
+  std::memcpy(argument.data(), &value, sizeof(T));
+  return argument;
+}
+
+template <typename T>
+T value_of(const Argument& argument) {
+  T value;
+  std::memcpy(&value, argument.data(), sizeof(T));
+  return value;
+}
+
+struct WrongArgument {
+  Argument value{};
+  std::string with;
+  bool must_fail = false;
+  std::shared_ptr<Handles> others{};  // the value is one of theirs
+};
+
+// How the test makes arguments of one type.
+struct ArgumentType {
+  Argument (*usual)(const Handles& handles, const std::string& name);
+  std::vector<WrongArgument> (*wrong)(const Handles& handles, const std::string& function,
+                                      const DeclaredParameter& parameter);
+  void (*end_new_handle)(const Argument& argument);  // where a handle was made at the address `argument`
+};
+
+template <typename T>
+Argument usual_argument(const Handles& handles, const std::string& name) {
+  return argument_of<T>(usual<T>(handles, name));
+}
+
+template <typename T>
+std::vector<WrongArgument> wrong_arguments(const Handles& handles, const std::string& function,
+                                           const DeclaredParameter& parameter) {
+  std::vector<WrongArgument> wrong;
+  const bool callers = kCallersSizes.count(function + "." + parameter.name) == 1;
+  for (const T value : wrong_values<T>(handles, callers)) {
+    bool must_fail = false;
+    if constexpr (std::is_pointer_v<T>) must_fail = value != nullptr ? HandleType<T> : !parameter.or_null;
+    wrong.push_back({argument_of(value), "a wrong " + parameter.name, must_fail});
+  }
+  if constexpr (HandleType<T>) {
+    const auto gone = std::make_shared<Handles>(State::kMade);
+    T handle;
+    gone->get(handle);
+    Destroyer<std::remove_pointer_t<T>>::destroy(handle);
+    wrong.push_back({argument_of(handle), "a destroyed " + parameter.name, true, gone});
+  }
+  return wrong;
+}
+
+template <typename T>
+void end_new_handle([[maybe_unused]] const Argument& argument) {
+  if constexpr (std::is_pointer_v<T>) {
+    using Made = std::remove_pointer_t<T>;
+    if constexpr (HandleType<Made>) Destroyer<std::remove_pointer_t<Made>>::destroy(*value_of<T>(argument));
+  }
+}
+
+template <typename T>
+inline constexpr ArgumentType kArgumentType = {usual_argument<T>, wrong_arguments<T>, end_new_handle<T>};
+
+// A function of forebay.h that can be called with arguments of any type.
+class Function {
  public:
-  Caller(const char* name, Result (*function)(A...)) : name_(name), function_(function) {
-    parameters_ = declaration(name).parameters;
+  template <typename Result, typename... A>
+  Function(const char* name, Result (*function)(A...))
+      : name_(name),
+        function_(reinterpret_cast<void (*)()>(function)),
+        call_(call_with<Result, A...>),
+        returns_code_(std::is_same_v<Result, std::int32_t>),
+        types_{&kArgumentType<A>...},
+        parameters_(declaration(name).parameters) {
+    if (parameters_.size() != sizeof...(A)) throw std::length_error(name_);
   }
 
   void run(State state) {
-    ASSERT_EQ(parameters_.size(), sizeof...(A)) << name_;
-    handles_ = std::make_unique<Handles>(state);
     state_ = state;
-    each(std::index_sequence_for<A...>());
-    if (state == State::kMade) {
-      // Absurd sizes that were taken in show now.
-      const char* json = nullptr;
-      SCOPED_TRACE(std::string("a report after ") + name_);
-      EXPECT_NE(forebay_engine_report(handles_->one.engine, &json), FOREBAY_INTERNAL) << forebay_last_error();
-      EXPECT_NE(forebay_checkpointer_report(handles_->checkpointer, &json), FOREBAY_INTERNAL)
-          << forebay_last_error();
-      EXPECT_NE(forebay_engine_commit(handles_->one.engine), FOREBAY_INTERNAL) << forebay_last_error();
+    handles_ = std::make_unique<Handles>(state);
+    call(usual_arguments(), "the usual arguments", false);
+    for (std::size_t i = 0; i < types_.size(); ++i) {
+      for (const WrongArgument& wrong : types_[i]->wrong(*handles_, name_, parameters_[i])) {
+        std::vector<Argument> arguments = usual_arguments();
+        arguments[i] = wrong.value;
+        call(arguments, wrong.with, wrong.must_fail);
+      }
     }
+    if (state == State::kMade) check_engine();
     // Work that was queued uses `memory`.
     forebay_stream_synchronize(handles_->one.device, nullptr);
   }
 
  private:
-  using Arguments = std::tuple<A...>;
-
-  template <std::size_t... I>
-  void each(std::index_sequence<I...>) {
-    const auto make = [&] { return Arguments(usual<A>(*handles_, parameters_[I].name)...); };
-    call(make(), "the usual arguments", false);
-    (wrong<I>(make), ...);
+  template <typename Result, typename... A>
+  static std::int32_t call_with(void (*function)(), const Argument* arguments) {
+    return call_each<Result, A...>(reinterpret_cast<Result (*)(A...)>(function), arguments,
+                                   std::index_sequence_for<A...>());
   }
 
-  template <std::size_t I, typename Make>
-  void wrong(const Make& make) {
-    using T = std::tuple_element_t<I, Arguments>;
-    const DeclaredParameter& parameter = parameters_[I];
-    const bool callers = kCallersSizes.count(std::string(name_) + "." + parameter.name) == 1;
-    for (const T value : wrong_values<T>(*handles_, callers)) {
-      Arguments arguments = make();
-      std::get<I>(arguments) = value;
-      bool must_fail = false;
-      if constexpr (std::is_pointer_v<T>) must_fail = value != nullptr ? HandleType<T> : !parameter.or_null;
-      call(arguments, "a wrong " + parameter.name, must_fail);
-    }
-    if constexpr (HandleType<T>) {
-      // A handle that was destroyed.
-      Handles gone(State::kMade);
-      T handle;
-      gone.get(handle);
-      Destroyer<std::remove_pointer_t<T>>::destroy(handle);
-      Arguments arguments = make();
-      std::get<I>(arguments) = handle;
-      call(arguments, "a destroyed " + parameter.name, true);
-    }
-  }
-
-  void call(const Arguments& arguments, const std::string& with, bool must_fail) {
-    const std::string context =
-        std::string(name_) + " with " + with + " in state " + std::to_string(static_cast<int>(state_));
-    SCOPED_TRACE(context);
-    std::memset(memory, 0, 256);
+  template <typename Result, typename... A, std::size_t... I>
+  static std::int32_t call_each(Result (*function)(A...), [[maybe_unused]] const Argument* arguments,
+                                std::index_sequence<I...>) {
     if constexpr (std::is_same_v<Result, std::int32_t>) {
-      const std::int32_t code = std::apply(function_, arguments);
-      if (std::string(name_) == "forebay_abi") return;
-      EXPECT_GE(code, 0);
-      EXPECT_LE(code, FOREBAY_INTERNAL);
-      EXPECT_NE(code, FOREBAY_INTERNAL) << forebay_last_error();
-      if (must_fail) {
-        EXPECT_EQ(code, FOREBAY_INVALID_ARGUMENT);
-      }
-      if (code != FOREBAY_OK) {
-        EXPECT_GT(std::strlen(forebay_last_error()), 10u);
-      } else {
-        end_new_handle(arguments);
-      }
+      return function(value_of<A>(arguments[I])...);
     } else {
-      std::apply(function_, arguments);
+      function(value_of<A>(arguments[I])...);
+      return FOREBAY_OK;
+    }
+  }
+
+  std::vector<Argument> usual_arguments() const {
+    std::vector<Argument> arguments;
+    for (std::size_t i = 0; i < types_.size(); ++i)
+      arguments.push_back(types_[i]->usual(*handles_, parameters_[i].name));
+    return arguments;
+  }
+
+  void call(const std::vector<Argument>& arguments, const std::string& with, bool must_fail) {
+    std::memset(memory, 0, 256);
+    const std::int32_t code = call_(function_, arguments.data());
+    if (!returns_code_) {
       // It may have given back a live handle.
       handles_ = std::make_unique<Handles>(state_);
+      return;
+    }
+    if (name_ == "forebay_abi") return;
+    SCOPED_TRACE(name_ + " with " + with + " in state " + std::to_string(static_cast<int>(state_)));
+    EXPECT_GE(code, 0);
+    EXPECT_LE(code, FOREBAY_INTERNAL);
+    EXPECT_NE(code, FOREBAY_INTERNAL) << forebay_last_error();
+    if (must_fail) {
+      EXPECT_EQ(code, FOREBAY_INVALID_ARGUMENT);
+    }
+    if (code != FOREBAY_OK) {
+      EXPECT_GT(std::strlen(forebay_last_error()), 10u);
+    } else if (!types_.empty()) {
+      // A handle may have been made, at the address of the last argument.
+      types_.back()->end_new_handle(arguments.back());
     }
   }
 
-  // A call that succeeded may have made a handle, at the address of its last argument.
-  void end_new_handle(const Arguments& arguments) {
-    if constexpr (sizeof...(A) > 0) {
-      using Last = std::tuple_element_t<sizeof...(A) - 1, Arguments>;
-      if constexpr (std::is_pointer_v<Last>) {
-        using Made = std::remove_pointer_t<Last>;
-        if constexpr (HandleType<Made>)
-          Destroyer<std::remove_pointer_t<Made>>::destroy(*std::get<sizeof...(A) - 1>(arguments));
-      }
-    }
+  // Absurd sizes that were taken in show in a report, and when the engine is committed.
+  void check_engine() const {
+    const char* json = nullptr;
+    SCOPED_TRACE("a report after " + name_);
+    EXPECT_NE(forebay_engine_report(handles_->one.engine, &json), FOREBAY_INTERNAL) << forebay_last_error();
+    EXPECT_NE(forebay_checkpointer_report(handles_->checkpointer, &json), FOREBAY_INTERNAL)
+        << forebay_last_error();
+    EXPECT_NE(forebay_engine_commit(handles_->one.engine), FOREBAY_INTERNAL) << forebay_last_error();
   }
 
-  const char* name_;
-  Result (*function_)(A...);
+  std::string name_;
+  void (*function_)();
+  std::int32_t (*call_)(void (*function)(), const Argument* arguments);
+  bool returns_code_;
+  std::vector<const ArgumentType*> types_;
   std::vector<DeclaredParameter> parameters_;
   std::unique_ptr<Handles> handles_;
   State state_ = State::kMade;
 };
 
-template <typename Function>
-Caller(const char*, Function) -> Caller<Function>;
-
 class CApiMisuse : public ::testing::TestWithParam<State> {};
 
 TEST_P(CApiMisuse, IsAnErrorWithATextForEveryFunction) {
-#define X(function) Caller(#function, &function).run(GetParam());
+#define X(function) Function(#function, &function).run(GetParam());
 #include "functions.inc"
 #undef X
 }
