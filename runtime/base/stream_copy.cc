@@ -13,11 +13,12 @@ namespace forebay {
 namespace {
 
 constexpr std::size_t kLineBytes = 64;
-constexpr std::size_t kPageBytes = 4096;
-constexpr std::size_t kPagesTogether = 8;
+// How far ahead of its use a line is fetched. Prefetching past the end of the source is harmless.
+constexpr std::size_t kAheadBytes = 1024;
 
 // Requires: target on a line.
 void copy_line(std::byte* target, const std::byte* source) noexcept {
+  _mm_prefetch(reinterpret_cast<const char*>(source) + kAheadBytes, _MM_HINT_T0);
   const auto* from = reinterpret_cast<const __m128i*>(source);
   auto* to = reinterpret_cast<__m128i*>(target);
   const __m128i a = _mm_loadu_si128(from);
@@ -44,13 +45,6 @@ void stream_copy(void* target, const void* source, std::size_t bytes) noexcept {
   to += head;
   from += head;
   bytes -= head;
-  constexpr std::size_t kGroupBytes = kPagesTogether * kPageBytes;
-  for (; bytes >= kGroupBytes; bytes -= kGroupBytes, to += kGroupBytes, from += kGroupBytes) {
-    for (std::size_t line = 0; line < kPageBytes; line += kLineBytes) {
-      for (std::size_t page = 0; page < kGroupBytes; page += kPageBytes)
-        copy_line(to + page + line, from + page + line);
-    }
-  }
   for (; bytes >= kLineBytes; bytes -= kLineBytes, to += kLineBytes, from += kLineBytes) copy_line(to, from);
   std::memcpy(to, from, bytes);
   _mm_sfence();

@@ -1,5 +1,7 @@
 // From a description to a plan: agreement over the ranks, and the budget.
 
+#include <xxhash.h>
+
 #include <algorithm>
 #include <array>
 #include <charconv>
@@ -132,6 +134,7 @@ void Engine::Impl::agree_on_options() {
 
 // Pipeline stages have different units, but cut the shared ones into the same slices.
 void Engine::Impl::agree_on_shared_units() {
+  sharing_rank = {.rank = static_cast<std::uint64_t>(everyone().rank())};
   for (const auto& [shared, stages] : shared_units) {
     std::ostringstream text;
     text << "ranks " << ranks() << "\nbucket " << plan.shared_bucket_count(shared, stages->size())
@@ -142,6 +145,9 @@ void Engine::Impl::agree_on_shared_units() {
     }
     text << '\n';
     agree_on_text(*stages, "options", text.str());
+    const int first = exchange(*stages, everyone().rank()).front();
+    sharing_rank.units = XXH3_64bits_withSeed(text.str().data(), text.str().size(),
+                                              sharing_rank.units ^ (static_cast<std::uint64_t>(first) + 1));
   }
 }
 
@@ -238,6 +244,7 @@ void Engine::Impl::connect() {
   deciding = value_or_throw(everyone().split(0, part_number()));
   const auto counts = exchange<std::uint64_t>(*deciding, model.units.size());
   deciding_units = *std::max_element(counts.begin(), counts.end());
+  if (options.grid != nullptr) sharing_ranks = exchange(*deciding, sharing_rank);
   plan = value_or_throw(make_plan(model, plan_options()));
 }
 

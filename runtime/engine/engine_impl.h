@@ -355,6 +355,7 @@ struct Engine::Impl : StepContext {
   // Constant after commit.
   ModelDescription description{model};
   std::vector<std::pair<int, Communicator*>> shared_units;  // With the pipeline stages that share them.
+  SharingRank sharing_rank;                                 // This rank.
   int chosen_device_units = -1;
   std::uint64_t chosen_bucket_bytes = 0;  // 0: as given.
   WireSpeed wire_speed;                   // Where the bucket was chosen.
@@ -378,11 +379,10 @@ struct Engine::Impl : StepContext {
   std::vector<StateCopy> saved_copies;
   std::vector<std::byte*> saved_targets;  // By part of saved_parts().
   std::unique_ptr<internal::BackgroundSave> background_save;
-  std::uint64_t values_fingerprint = 0;  // Hash of all values given to set_parameter(), in order.
-  bool average_is_swapped = false;       // swap_average() was called once more than undone.
-  int forward_count = 0;                 // Micro-steps with a complete forward pass.
-  int micro_step = 0;                    // Micro-steps with a complete backward pass: the next one's index.
-  int cursor = 0;                        // Forward: the next unit. Backward: units at and above it are done.
+  bool average_is_swapped = false;  // swap_average() was called once more than undone.
+  int forward_count = 0;            // Micro-steps with a complete forward pass.
+  int micro_step = 0;               // Micro-steps with a complete backward pass: the next one's index.
+  int cursor = 0;                   // Forward: the next unit. Backward: units at and above it are done.
   std::vector<LiveLease> leases;
   std::uint64_t lease_count = 0;
   std::optional<double> norm;                    // Where gradient_norm() was called in this step.

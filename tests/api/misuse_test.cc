@@ -182,7 +182,7 @@ Argument argument_of(T value) {
 }
 
 template <typename T>
-T value_of(const Argument& argument) {
+T read_as(const Argument& argument) {
   T value;
   std::memcpy(&value, argument.data(), sizeof(T));
   return value;
@@ -232,7 +232,7 @@ template <typename T>
 void end_new_handle([[maybe_unused]] const Argument& argument) {
   if constexpr (std::is_pointer_v<T>) {
     using Made = std::remove_pointer_t<T>;
-    if constexpr (HandleType<Made>) Destroyer<std::remove_pointer_t<Made>>::destroy(*value_of<T>(argument));
+    if constexpr (HandleType<Made>) Destroyer<std::remove_pointer_t<Made>>::destroy(*read_as<T>(argument));
   }
 }
 
@@ -280,9 +280,9 @@ class Function {
   static std::int32_t call_each(Result (*function)(A...), [[maybe_unused]] const Argument* arguments,
                                 std::index_sequence<I...>) {
     if constexpr (std::is_same_v<Result, std::int32_t>) {
-      return function(value_of<A>(arguments[I])...);
+      return function(read_as<A>(arguments[I])...);
     } else {
-      function(value_of<A>(arguments[I])...);
+      function(read_as<A>(arguments[I])...);
       return FOREBAY_OK;
     }
   }

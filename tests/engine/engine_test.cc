@@ -1315,6 +1315,40 @@ TEST(Engine, NoticesTheSameValuesInAnotherPlace) {
   }
 }
 
+// Values are compared, not the calls that gave them. A call with the whole replaces those before it.
+TEST(Engine, TakesEqualValuesFromDifferentCalls) {
+  const ToyOptions options = options_for(1, DataType::kFloat32, 3);
+  run_ranks(3, {}, [&](Rank& rank) {
+    ToyTrainer trainer(options, rank);
+    trainer.initialize();
+    Engine& engine = trainer.engine();
+    std::vector<float> first = engine.get_parameter({1, 0});
+    const std::vector<float> second = engine.get_parameter({1, 1});
+    first.pop_back();  // Otherwise the first call gives the whole, and what was given before it does not
+                       // count.
+    const Span<const float> values(first);
+    switch (rank.communicator->rank()) {
+      case 0:
+        engine.set_parameter_part({1, 0}, 0, values);
+        engine.set_parameter_part({1, 1}, 0, second);
+        break;
+      case 1:
+        engine.set_parameter({1, 1}, second);
+        engine.set_parameter_part({1, 0}, 7, values.subspan(7));
+        engine.set_parameter_part({1, 0}, 0, values.first(7));
+        break;
+      default:
+        engine.set_parameter_part({1, 1}, 3, values.first(2));
+        for (std::size_t i = 0; i < values.size(); ++i)
+          engine.set_parameter_part({1, 0}, i, values.subspan(i, 1));
+        engine.set_parameter({1, 1}, std::vector<float>(second.size(), 2.0f));
+        engine.set_parameter({1, 1}, second);
+        break;
+    }
+    EXPECT_FALSE(trainer.step(0).skipped);
+  });
+}
+
 TEST(Engine, FailsWithThePeersFirstFailureWhenARankIsLost) {
   for (int stage = 0; stage < 4; ++stage) {
     for (std::uint64_t operation = 0; operation < 6; ++operation) {

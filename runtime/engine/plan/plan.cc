@@ -478,7 +478,7 @@ std::uint64_t decision_sent_bytes(const ModelShape& model, const Plan& plan) {
   const auto ranks = static_cast<std::uint64_t>(plan.options.ranks);
   const auto others = static_cast<std::uint64_t>(plan.deciding_ranks()) - 1;
   std::uint64_t doubles = (ranks - 1) * (kStepFacts + model.units.size()) + others * plan.deciding_units();
-  if (plan.options.deciding_ranks != 0) doubles += others * kStepFacts;
+  if (plan.options.deciding_ranks != 0) doubles += others * kGridFacts;
   return doubles * sizeof(double);
 }
 

@@ -124,6 +124,9 @@ inline std::uint64_t rounding_key(std::string_view name) {
 // Doubles that a rank sends in step() beside a flag for each unit that it used: its metric, its wish to stop,
 // and a fingerprint of the values that must be the same on every rank.
 inline constexpr std::uint64_t kStepFacts = 3;
+// In a grid, doubles that a rank sends to all ranks: the same without the flags, and a fingerprint of the
+// values given to shared units.
+inline constexpr std::uint64_t kGridFacts = kStepFacts + 1;
 
 // Adafactor: a rank's slice of a unit's sums has a multiple of this many elements, so that every access is
 // aligned.

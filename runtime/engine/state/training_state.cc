@@ -199,11 +199,14 @@ Communicator& Engine::Impl::state_ranks(const std::string& directory) {
 // Each rank saves its part. If the ranks were given different values, the state would be a mixture that no
 // rank ever had.
 void Engine::Impl::expect_equal_values() {
+  Status shared;
+  if (options.grid != nullptr)
+    shared = check_shared_values(sharing_ranks, exchange(deciders(), given_values.shared()));
   std::ostringstream text;
-  text << given_values_text()
-       << "the hash of all values, frozen parameters and resets of moments in their order\t" << std::hex
-       << values_fingerprint << '\n';
+  text << given_values.text() << "the hash of the calls of freeze() and reset_moments()\t" << std::hex
+       << calls_fingerprint << '\n';
   agree_on_text(communicator, "values before this save", text.str());
+  if (!shared.ok()) throw Error(shared);
 }
 
 void Engine::Impl::save_state(const std::string& directory, const std::string& trainer_state, int keep) {
@@ -687,12 +690,12 @@ std::string Engine::Impl::load_state(Communicator& loading, const std::string& d
   }
   // All ranks have the same values again. Which parameters freeze() has frozen is left as it was.
   given_values.clear();
-  values_fingerprint = 0;
+  calls_fingerprint = 0;
   for (int index = 0; index < unit_count(); ++index) {
     const std::vector<bool>& fixed = unit(index).fixed;
     for (std::size_t p = 0; p < fixed.size(); ++p) {
       const std::uint64_t id[] = {static_cast<std::uint64_t>(index), p};
-      if (fixed[p]) values_fingerprint = XXH3_64bits_withSeed(id, sizeof(id), values_fingerprint);
+      if (fixed[p]) calls_fingerprint = XXH3_64bits_withSeed(id, sizeof(id), calls_fingerprint);
     }
   }
   return trainer_state;

@@ -484,14 +484,7 @@ void Engine::Impl::set_given(const char* call, ParameterId parameter, std::uint6
     misuse(std::string(call) + " of " + of.name + " was given " + std::to_string(values.size()) +
            " values from element " + std::to_string(first) + " on, and it has " + std::to_string(of.count));
   }
-  // All ranks must follow the same rule.
-  const std::uint64_t rule = keeps_equal ? std::uint64_t{1} << 63 : 0;
-  const std::uint64_t id =
-      rule + (static_cast<std::uint64_t>(parameter.unit) << 32) + static_cast<std::uint64_t>(parameter.index);
-  values_fingerprint =
-      XXH3_64bits_withSeed(values.data(), values.size_bytes(), values_fingerprint ^ id ^ first << 16);
-  std::uint64_t& given = given_values[of.name];
-  given = XXH3_64bits_withSeed(values.data(), values.size_bytes(), given ^ rule ^ first << 16);
+  given_values.give(of.name, first, values, of.count, keeps_equal, shape(parameter.unit).shared_by > 1);
   set_parameter(parameter, first, values, keeps_equal);
 }
 
@@ -568,7 +561,7 @@ void Engine::freeze(ParameterId parameter, bool frozen) {
   impl.unit(parameter.unit).fixed[index] = frozen;
   impl.note_segments(parameter.unit);
   const int call[] = {parameter.unit, parameter.index, frozen ? 1 : 0};
-  impl.values_fingerprint = XXH3_64bits_withSeed(call, sizeof(call), impl.values_fingerprint);
+  impl.calls_fingerprint = XXH3_64bits_withSeed(call, sizeof(call), impl.calls_fingerprint);
 }
 
 void Engine::reset_moments() {
@@ -592,7 +585,7 @@ void Engine::reset_moments() {
   }
   impl.applied_steps = 0;
   constexpr char kCall[] = "reset_moments";
-  impl.values_fingerprint = XXH3_64bits_withSeed(kCall, sizeof(kCall), impl.values_fingerprint);
+  impl.calls_fingerprint = XXH3_64bits_withSeed(kCall, sizeof(kCall), impl.calls_fingerprint);
 }
 
 void Engine::visit_parameters(const std::function<void(const ParameterShape&, Span<const float>)>& visitor) {

@@ -65,13 +65,6 @@ StepContext::StepContext(Backend& backend_in, Kernels& kernels_in, Communicator&
       options(std::move(options_in)),
       hooks(options.hooks != nullptr ? *options.hooks : internal::EngineHooks{}) {}
 
-std::string StepContext::given_values_text() const {
-  std::ostringstream text;
-  for (const auto& [name, hash] : given_values)
-    text << "the hash of the values given to parameter " << name << '\t' << std::hex << hash << '\n';
-  return text.str();
-}
-
 Status StepContext::hint_at_order(const Status& status) const {
   if (gives_up || evaluated_in_step) {
     return Status(status.code(),

@@ -7,7 +7,6 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
-#include <map>
 #include <memory>
 #include <span>
 #include <string>
@@ -25,6 +24,7 @@
 #include "runtime/engine/marked_span.h"
 #include "runtime/engine/plan/schedule.h"
 #include "runtime/engine/plan/step_control.h"
+#include "runtime/engine/step/given_values.h"
 #include "runtime/engine/step/handles.h"
 #include "runtime/engine/step/slot_table.h"
 
@@ -186,8 +186,6 @@ struct StepContext {
   void must(const Status& status);
   // The same failure, with the usual cause of ranks that differ in recorded order.
   Status hint_at_order(const Status& status) const;
-  // The hash of the values given to each parameter, for agree_on_text().
-  std::string given_values_text() const;
   // Giving back does not fail: keeps the first error for the log.
   void note(const Status& status);
   // One value of each rank. Collective. Errors: thrown, the engine is failed.
@@ -290,8 +288,11 @@ struct StepContext {
   std::uint64_t attempted_steps = 0;
   std::uint64_t applied_steps = 0;
   double loss_scale = 1.0;
-  int growth_counter = 0;                             // Applied steps since the scale last changed.
-  std::map<std::string, std::uint64_t> given_values;  // By parameter: hash of the values given to it.
+  int growth_counter = 0;  // Applied steps since the scale last changed.
+  GivenValues given_values;
+  // Hash of all calls of freeze() and reset_moments(), in order.
+  std::uint64_t calls_fingerprint = 0;
+  std::vector<SharingRank> sharing_ranks;  // By rank of deciders().
   // Recorded order, in the current step: this rank had an evaluation, or is in abandon().
   bool evaluated_in_step = false;
   bool gives_up = false;

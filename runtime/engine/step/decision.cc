@@ -17,6 +17,11 @@
 namespace forebay {
 namespace {
 
+// A hash as a whole number that a double holds exactly.
+double as_double(std::uint64_t hash) {
+  return static_cast<double>(hash >> 12);
+}
+
 // Values that must be the same on every rank, as a whole number that a double holds exactly.
 double fingerprint_of(const Hyperparameters& hyperparameters, const EngineOptions& options,
                       std::uint64_t values_fingerprint) {
@@ -27,7 +32,7 @@ double fingerprint_of(const Hyperparameters& hyperparameters, const EngineOption
   }
   const std::uint64_t hash =
       XXH3_64bits_withSeed(words.data(), words.size() * sizeof(double), values_fingerprint);
-  return static_cast<double>(hash >> 12);
+  return as_double(hash);
 }
 
 // The wish to stop and the facts, as a whole number that a double holds exactly: bits, then the hash.
@@ -51,14 +56,15 @@ Decision::Decision(StepContext& context) : StepPart(context), decided_event_(con
   decided_ = new (record + sizeof(StepControl)) StepState;
 }
 
-Decision::Agreed Decision::exchange(const Hyperparameters& hyperparameters, std::uint64_t values_fingerprint,
-                                    const Facts* facts, StepResult& result) {
+Decision::Agreed Decision::exchange(const Hyperparameters& hyperparameters, const Facts* facts,
+                                    StepResult& result) {
   const std::size_t count = context_.units.size();
   constexpr std::size_t kUsed = kStepFacts;
   std::vector<double> mine(kUsed + count);
   mine[0] = hyperparameters.metric;
   mine[1] = packed(hyperparameters.stop, facts);
-  mine[2] = fingerprint_of(hyperparameters, options_, values_fingerprint);
+  mine[2] =
+      fingerprint_of(hyperparameters, options_, context_.calls_fingerprint ^ context_.given_values.all());
   for (std::size_t i = 0; i < count; ++i) mine[kUsed + i] = context_.units[i].used ? 1.0 : 0.0;
   const auto ranks = static_cast<std::size_t>(context_.ranks());
   std::vector<double> all(mine.size() * ranks);
@@ -127,7 +133,7 @@ Status Decision::name_difference(const Hyperparameters& hyperparameters, const S
     line("beta2" + of, group.beta2.value_or(options_.beta2));
     line("epsilon" + of, group.epsilon.value_or(options_.epsilon));
   }
-  text << context_.given_values_text();
+  text << context_.given_values.text();
   try {
     agree_on_text(context_.communicator, "values by step " + std::to_string(context_.attempted_steps + 1),
                   text.str());
@@ -141,12 +147,15 @@ Status Decision::name_difference(const Hyperparameters& hyperparameters, const S
 
 void Decision::exchange_over_grid(const Hyperparameters& hyperparameters, const Facts* facts,
                                   StepResult& result) {
-  const std::array<double, kStepFacts> mine = {hyperparameters.metric, packed(hyperparameters.stop, facts),
-                                               fingerprint_of(hyperparameters, options_, 0)};
+  const std::array<double, kGridFacts> mine = {hyperparameters.metric, packed(hyperparameters.stop, facts),
+                                               fingerprint_of(hyperparameters, options_, 0),
+                                               as_double(context_.given_values.shared())};
   const auto all = context_.exchange(context_.deciders(), mine);
   result.metric_sum = 0.0;
-  const std::array<double, kStepFacts>* first = nullptr;
-  for (const std::array<double, kStepFacts>& theirs : all) {
+  const std::array<double, kGridFacts>* first = nullptr;
+  std::vector<std::uint64_t> given;
+  for (const std::array<double, kGridFacts>& theirs : all) {
+    given.push_back(static_cast<std::uint64_t>(theirs[3]));
     const auto word = static_cast<std::uint64_t>(theirs[1]);
     result.metric_sum += theirs[0];
     result.stop = result.stop || (word & kStop) != 0;
@@ -160,6 +169,7 @@ void Decision::exchange_over_grid(const Hyperparameters& hyperparameters, const 
                       "; learning rates, weight decay and clip must be the same on every rank"));
     }
   }
+  if (!result.abandoned) must(check_shared_values(context_.sharing_ranks, given));
 }
 
 // After this gather every rank's device knows the same norm and takes the same decision. If it fails on some

@@ -34,8 +34,7 @@ class Decision : private StepPart {
   // Exchanges metrics, the wish to stop, the units in use and a fingerprint of values that must be the same.
   // `facts`: null in strict order. Collective.
   // Errors: kInvalidArgument naming a rank that was given other values; the engine is failed.
-  Agreed exchange(const Hyperparameters& hyperparameters, std::uint64_t values_fingerprint,
-                  const Facts* facts, StepResult& result);
+  Agreed exchange(const Hyperparameters& hyperparameters, const Facts* facts, StepResult& result);
   // The norm of the step, which queue() takes over. Order: as queue(). Waits.
   double take_norm(const Reducer& reducer, const Updater& updater);
   void forget_norm() { has_norms_ = false; }

@@ -191,7 +191,7 @@ double Engine::Impl::gradient_norm() {
     Decision::Facts mine = facts();
     mine.wants_norm = true;
     StepResult result;
-    static_cast<void>(decision->exchange({}, values_fingerprint, &mine, result));
+    static_cast<void>(decision->exchange({}, &mine, result));
     abandoned = result.abandoned;
   }
   norm = abandoned ? std::numeric_limits<double>::quiet_NaN() : decision->take_norm(*reducer, *updater);
@@ -239,7 +239,7 @@ void Engine::Impl::abandon(int count) {
     Decision::Facts mine = facts();
     mine.abandoned = true;
     StepResult result;
-    static_cast<void>(decision->exchange({}, 0, &mine, result));
+    static_cast<void>(decision->exchange({}, &mine, result));
   }
   give_up();
 }

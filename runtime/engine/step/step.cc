@@ -172,7 +172,7 @@ StepResult Engine::Impl::step(const Hyperparameters& hyperparameters) {
   if (abandoned) {
     result.abandoned = true;
   } else {
-    agreed = decision->exchange(hyperparameters, values_fingerprint, recorded() ? &mine : nullptr, result);
+    agreed = decision->exchange(hyperparameters, recorded() ? &mine : nullptr, result);
   }
   if (result.abandoned) {
     give_up();

@@ -498,10 +498,10 @@ TEST(Plan, ExchangesNormsWithAllRanksThatDecide) {
   const std::uint64_t sent = plan_of(even_model(4), options).wire_per_step.sent;
   options.deciding_ranks = 6;
   options.deciding_units = 7;
-  // Three facts and four norms to the other data-parallel rank, three facts and seven norms to five ranks.
-  EXPECT_EQ(plan_of(even_model(4), options).wire_per_step.sent, sent - 8 * 4 + 8 * 5 * (7 + 3));
+  // Three facts and four norms to the other data-parallel rank, four facts and seven norms to five ranks.
+  EXPECT_EQ(plan_of(even_model(4), options).wire_per_step.sent, sent - 8 * 4 + 8 * 5 * (7 + 4));
   options.deciding_units = 3;
-  EXPECT_EQ(plan_of(even_model(4), options).wire_per_step.sent, sent - 8 * 4 + 8 * 5 * (4 + 3));
+  EXPECT_EQ(plan_of(even_model(4), options).wire_per_step.sent, sent - 8 * 4 + 8 * 5 * (4 + 4));
 }
 
 // Up to half of the small units' bucket, of slices that are not empty and stay on the device.

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "tests/engine/toy_cases.h"
+#include "tests/support/temporary_directory.h"
 
 namespace forebay::testing {
 namespace {
@@ -358,6 +359,49 @@ TEST(SharedUnits, AreRefusedWhereStagesDiffer) {
   expect_refused_where_stages_differ([](ToyParameter& parameter) { parameter.count = 1501; });
   expect_refused_where_stages_differ([](ToyParameter& parameter) { parameter.group = 1; });
   expect_refused_where_stages_differ([](ToyParameter& parameter) { parameter.frozen = true; });
+}
+
+// Data-parallel ranks compare their values, and stages that share a unit do too.
+TEST(SharedUnits, AreRefusedWhereStagesWereGivenOtherValues) {
+  const TemporaryDirectory directory;
+  for (const bool saves : {false, true}) {
+    Pipeline pipeline;
+    pipeline.replicas = 2;
+    pipeline.models = {first_stage(), last_stage()};
+    pipeline.common = options_for(1, DataType::kFloat32, 2);
+    std::atomic<int> refused{0};
+    run_ranks(4, {}, [&](Rank& rank) {
+      const int world_rank = rank.communicator->rank();
+      const int stage = world_rank / 2;
+      const std::unique_ptr<Communicator> world = std::move(rank.communicator);
+      rank.communicator = value_or_throw(world->split(stage, world_rank));
+      const std::unique_ptr<Communicator> shared = value_or_throw(world->split(world_rank % 2, world_rank));
+      ToyOptions options = pipeline.common;
+      options.units = pipeline.models[static_cast<std::size_t>(stage)];
+      options.engine.grid = world.get();
+      options.first_unit_shared_over = shared.get();
+      ToyTrainer trainer(options, rank);
+      trainer.initialize();
+      Engine& engine = trainer.engine();
+      engine.set_parameter({0, 0}, std::vector<float>(engine.get_parameter({0, 0}).size(), 1.0f + stage));
+      try {
+        if (saves) {
+          engine.save_state(directory.path(), "");
+        } else {
+          static_cast<void>(trainer.step(0));
+        }
+      } catch (const Error& error) {
+        EXPECT_EQ(error.code(), StatusCode::kInvalidArgument);
+        EXPECT_NE(std::string(error.what()).find("ranks 0 and 2 of the grid"), std::string::npos)
+            << error.what();
+        ++refused;
+      }
+      if (!saves) return;
+      engine.set_parameter({0, 0}, std::vector<float>(engine.get_parameter({0, 0}).size(), 3.0f));
+      EXPECT_FALSE(trainer.step(0).skipped) << "the engine goes on, with equal values";
+    });
+    EXPECT_EQ(refused, 4);
+  }
 }
 
 TEST(SharedUnits, NeedAGridAndAreNotSkipped) {

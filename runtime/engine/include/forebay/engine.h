@@ -331,7 +331,8 @@ class Engine {
   // of these calls. `backward_reads_parameters`: false saves a gather, for example of an embedding.
   UnitId add_unit(const std::string& name, bool backward_reads_parameters = true);
   // `group`: index into Hyperparameters::groups. `frozen`: neither reduced nor updated. `replicated`: all
-  // tensor-parallel ranks have it, with the same gradient (EngineOptions::grid).
+  // tensor-parallel ranks have it, with the same gradient (EngineOptions::grid). Give them the same values:
+  // only data-parallel ranks, and pipeline stages that share a unit, are compared.
   // Requires: `name` is unique in the model; it is the name in saved state.
   ParameterId add_parameter(UnitId unit, const std::string& name, std::uint64_t count, int group = 0,
                             bool frozen = false, bool replicated = false);
@@ -381,10 +382,11 @@ class Engine {
 
   // --- values, between steps: full parameters in fp32 ---
 
-  // Requires: `values` has the parameter's count, and every rank gives the same values, by the same
-  // calls in the same order; step() and saves check this.
+  // Requires: `values` has the parameter's count, and every rank gives the same values; step() and saves
+  // check this.
   void set_parameter(ParameterId parameter, Span<const float> values);
-  // The same for the elements from `first` on. Requires: they are a part of the parameter.
+  // The same for the elements from `first` on. Requires: they are a part of the parameter. Where the parts
+  // are given on one rank twice, they are on every rank, unless the whole is given after them.
   void set_parameter_part(ParameterId parameter, std::uint64_t first, Span<const float> values);
   // The same for values that were read in the engine's dtype and changed: an element whose value in that
   // dtype is that of its master keeps the master, and its moving average.
