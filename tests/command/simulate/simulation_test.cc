@@ -460,7 +460,7 @@ TEST(Simulation, EachFigureIsWhatItWas) {
   request.activation_bytes = std::uint64_t{1} << 30;
   EXPECT_EQ(
       figures_of(request),
-      R"(backward 0.87358, tensor-parallel sums 0.58818, forward 0.44713, pipeline bubble* 4.1759, gradient reductions* 0.58521, parameter gathers* 0.41285, update on the device* 0.12902, decision and host* 0.093036, offload copies* 0.007506; busy 0.2178 0.0000 0.0000 0.1034 0.0793; sent 188523264, tokens 16384, device 1589641216 of 85496692736, host 0 of 274877906944, files 0, stage 0, model TFLOPs 0.6512, with recomputation 0.6512, peak 989)");
+      R"(backward 0.87358, tensor-parallel sums 0.58818, forward 0.44713, pipeline bubble* 4.1759, gradient reductions* 0.58521, parameter gathers* 0.41285, update on the device* 0.12902, decision and host* 0.093036, offload copies* 0.007506; busy 0.2178 0.0000 0.0000 0.1034 0.0793; sent 188523384, tokens 16384, device 1589641216 of 85496692736, host 0 of 274877906944, files 0, stage 0, model TFLOPs 0.6512, with recomputation 0.6512, peak 989)");
 
   request = small(8, 1);
   request.part.tensor_parallel = 2;
@@ -468,11 +468,11 @@ TEST(Simulation, EachFigureIsWhatItWas) {
   request.activations = ActivationPlacement::kPartitionAndSpill;
   EXPECT_EQ(
       figures_of(request),
-      R"(backward 1.2157, forward 0.66795, tensor-parallel sums 0.62499, recomputation 0.33267, activation copies 0.015892, decision and host* 0.384, parameter gathers* 0.11844, update on the device* 0.003555; busy 0.6363 0.0499 0.0812 0.2143 0.0000; sent 154399440, tokens 8192, device 926941184 of 85496692736, host 8388608 of 274877906944, files 0, stage 0, model TFLOPs 0.6512, with recomputation 0.72851, peak 989)");
+      R"(backward 1.2157, forward 0.66795, tensor-parallel sums 0.62499, recomputation 0.33267, activation copies 0.015892, decision and host* 0.384, parameter gathers* 0.11844, update on the device* 0.003555; busy 0.6363 0.0499 0.0812 0.2143 0.0000; sent 154399496, tokens 8192, device 926941184 of 85496692736, host 8388608 of 274877906944, files 0, stage 0, model TFLOPs 0.6512, with recomputation 0.72851, peak 989)");
   request.activation_tier = Tier::kFile;
   EXPECT_EQ(
       figures_of(request),
-      R"(backward 1.2157, forward 0.66795, tensor-parallel sums 0.61558, recomputation 0.34006, activation copies 0.015892, drives* 1.8488, decision and host* 0.384, parameter gathers* 0.17122, offload copies* 0.07683, update on the device* 0.003555; busy 0.4008 0.0314 0.0511 0.1350 0.0000; sent 154399440, tokens 8192, device 926941184 of 85496692736, host 16777216 of 274877906944, files 8388608, stage 0, model TFLOPs 0.6512, with recomputation 0.72851, peak 989)");
+      R"(backward 1.2157, forward 0.66795, tensor-parallel sums 0.61558, recomputation 0.34006, activation copies 0.015892, drives* 1.8488, decision and host* 0.384, parameter gathers* 0.17122, offload copies* 0.07683, update on the device* 0.003555; busy 0.4008 0.0314 0.0511 0.1350 0.0000; sent 154399496, tokens 8192, device 926941184 of 85496692736, host 16777216 of 274877906944, files 8388608, stage 0, model TFLOPs 0.6512, with recomputation 0.72851, peak 989)");
 
   request = small(16, 3);
   request.options.group = 8;
