@@ -9,17 +9,16 @@
 namespace forebay {
 namespace {
 
-// A sum over elements, so that no order of calls changes it. Each term depends on the place and on all bits.
+// A sum over elements, so that no order of calls changes it: the bits of each times a number of its place.
 std::uint64_t hash_of(std::uint64_t first, Span<const float> values, bool rule) {
+  constexpr std::uint64_t kStep = 0x9E3779B97F4A7C15u;
   std::uint64_t sum = 0;
-  std::uint64_t place = (first + 1) * 0x9E3779B97F4A7C15u ^ (rule ? std::uint64_t{1} << 63 : 0);
+  std::uint64_t place = (first + 1) * kStep ^ (rule ? ~std::uint64_t{0} : 0);
   for (const float value : values) {
     std::uint32_t bits;
     std::memcpy(&bits, &value, sizeof(bits));
-    std::uint64_t word = (place ^ bits) * 0xBF58476D1CE4E5B9u;
-    word = (word ^ word >> 32) * 0x94D049BB133111EBu;
-    sum += word ^ word >> 29;
-    place += 0x9E3779B97F4A7C15u;
+    sum += bits * (place ^ place >> 32);
+    place += kStep;
   }
   return sum;
 }

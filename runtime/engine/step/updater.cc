@@ -8,6 +8,7 @@
 #include "forebay/conversions.h"
 #include "forebay/host_adam.h"
 #include "forebay/host_muon.h"
+#include "forebay/stream_copy.h"
 #include "runtime/engine/step/decision.h"
 #include "runtime/engine/step/factored_moments.h"
 #include "runtime/engine/step/matrix_updates.h"
@@ -448,11 +449,11 @@ void Updater::keep_copies() {
 void Updater::keep_snapshot() {
   snapshot_.keep([&](std::byte* target, const std::byte* source, std::uint64_t bytes) {
     if (host_runner_ == nullptr) {
-      std::memcpy(target, source, bytes);
+      stream_copy(target, source, bytes);
       return;
     }
     host_runner_->run(bytes, kCopiedBytes, [&](std::size_t begin, std::size_t end) {
-      std::memcpy(target + begin, source + begin, end - begin);
+      stream_copy(target + begin, source + begin, end - begin);
     });
   });
 }
