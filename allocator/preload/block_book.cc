@@ -182,11 +182,12 @@ std::size_t BlockBook::parked_streams(int device, std::size_t bytes, Stream (&st
   return count;
 }
 
-void BlockBook::set_parked_idle(Stream stream, std::uint64_t number) {
+void BlockBook::set_parked_idle(int device, Stream stream, std::uint64_t number) {
   if (parked_count_.load(std::memory_order_relaxed) == 0) return;
   const std::lock_guard lock(mutex_);
   for (auto& [address, parked] : parked_) {
-    if (parked.stream == stream && parked.number <= number) parked.stream = Stream();
+    if (parked.facts.device == device && parked.stream == stream && parked.number <= number)
+      parked.stream = Stream();
   }
 }
 

@@ -93,8 +93,9 @@ class BlockBook {
   static constexpr std::size_t kMostParkedStreams = 16;
   std::size_t parked_streams(int device, std::size_t bytes, Stream (&streams)[kMostParkedStreams],
                              std::uint64_t* number) const;
-  // Work of the stream that was queued before the block with that number was parked has run.
-  void set_parked_idle(Stream stream, std::uint64_t number);
+  // Work of the device's stream that was queued before the block with that number was parked has run.
+  // `device`: default streams have the same handle on every device.
+  void set_parked_idle(int device, Stream stream, std::uint64_t number);
   // The bytes of the parked blocks of the device's arena that are kShared, in whole granules.
   std::size_t parked_shared_bytes(int device) const;
   // Removes and returns them, or only those that are idle.

@@ -39,6 +39,8 @@ void drop_arena(DriverDevice device) {
 
 // Called when the context is gone.
 void forget_context(DriverContext context) {
+  if (context == nullptr) return;
+  forget_streams(context);
   forget_opened_blocks(context);
   for (const auto& [address, facts] : ProcessArenas::of_process().blocks().forget_context(context))
     leave_block(address, facts);
@@ -70,7 +72,6 @@ DriverResult primary_release(DriverDevice device) {
 DriverResult context_destroy(DriverContext context) {
   const DriverResult result = preload_state().real.cuCtxDestroy_v2(context);
   if (result != kDriverSuccess) return result;
-  forget_streams(context);
   forget_context(context);
   return result;
 }

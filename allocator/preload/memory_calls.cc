@@ -98,7 +98,7 @@ void find_idle_parked(const ProcessArenas::Use& use, std::size_t bytes) {
     // A question to a captured stream, or to the default stream beside one, would end the capture.
     if (captures && (is_default_stream(stream) || is_capturing(stream, false, &answer))) continue;
     if (preload_state().used.cuStreamQuery(stream) == kDriverSuccess)
-      blocks.set_parked_idle(streams[i], number);
+      blocks.set_parked_idle(use.device(), streams[i], number);
   }
 }
 

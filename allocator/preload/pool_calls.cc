@@ -84,7 +84,7 @@ DriverResult pool_trim_to(DriverPool pool, std::size_t keep_bytes) {
   const DriverResult result = preload_state().real.cuMemPoolTrimTo(pool, keep_bytes);
   if (result != kDriverSuccess) return result;
   const ProcessArenas::Use use = arena_of_pool(pool);
-  if (use && reserved_of(use).current > keep_bytes) (void)trim_arena(use);
+  if (use && reserved_of(use).current > keep_bytes) (void)trim_arena(use, false);
   return result;
 }
 

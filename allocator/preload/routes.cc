@@ -4,6 +4,8 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
+#include <thread>
 
 #include "allocator/preload/accounts.h"
 
@@ -13,6 +15,8 @@ namespace {
 // The most streams kept until they are idle. Smaller: destroying a stream waits more often. Larger: more
 // driver memory.
 constexpr std::size_t kKeptStreamLimit = 256;
+// For the events of idle streams. Longer: a trim beside work that does not end takes longer.
+constexpr std::chrono::milliseconds kEventPatience{10};
 
 // False without a current context.
 bool find_current_context(DriverContext* context, DriverDevice* device) {
@@ -97,8 +101,8 @@ DriverResult retire_and_destroy(DriverStream stream) {
     if (const ProcessArenas::Use use = ProcessArenas::of_process().find(device)) {
       (void)use.arena().stream_retire(Stream{stream});
     }
+    ProcessArenas::of_process().blocks().set_parked_idle(device, Stream{stream}, UINT64_MAX);
   }
-  ProcessArenas::of_process().blocks().set_parked_idle(Stream{stream}, UINT64_MAX);
   return preload_state().real.cuStreamDestroy_v2(stream);
 }
 
@@ -159,16 +163,25 @@ DriverResult wait_for_device(const ProcessArenas::Use& use) {
   return preload_state().used.cuCtxSynchronize();
 }
 
-std::size_t trim_arena(const ProcessArenas::Use& use) {
+std::size_t trim_arena(const ProcessArenas::Use& use, bool waits) {
   std::size_t bytes = use.arena().trim();
+  const auto may_have_more = [&] {
+    const ArenaStatistics statistics = use.arena().statistics();
+    return statistics.reserved_bytes - statistics.live_bytes >= use.arena().chunk_bytes();
+  };
+  if (may_have_more() && !any_capture()) {
+    // The first trim recorded events behind the queued work. Events of idle streams complete soon.
+    if (waits) {
+      if (wait_for_device(use) == kDriverSuccess) bytes += use.arena().trim();
+    } else {
+      const auto end = std::chrono::steady_clock::now() + kEventPatience;
+      do {
+        std::this_thread::sleep_for(kEventPatience / 100);
+        bytes += use.arena().trim();
+      } while (may_have_more() && std::chrono::steady_clock::now() < end);
+    }
+  }
   if (bytes > 0) note_reserved(use.device(), &use.arena());
-  const ArenaStatistics statistics = use.arena().statistics();
-  if (statistics.reserved_bytes - statistics.live_bytes < use.arena().chunk_bytes() || any_capture())
-    return bytes;
-  // The first trim recorded events behind the queued work. After the wait they have completed.
-  if (wait_for_device(use) != kDriverSuccess) return bytes;
-  bytes += use.arena().trim();
-  note_reserved(use.device(), &use.arena());
   return bytes;
 }
 
@@ -193,7 +206,7 @@ std::size_t trim_arenas() {
     const ProcessArenas::Use use = ProcessArenas::of_process().find(device);
     if (!use) continue;
     give_back_parked(use);
-    bytes += trim_arena(use);
+    bytes += trim_arena(use, true);
   }
   if (bytes > 0) trims.fetch_add(1, std::memory_order_release);
   return bytes;
@@ -254,7 +267,8 @@ bool is_capturing(DriverStream stream, bool per_thread, DriverResult* result) {
 DriverResult destroy_stream(DriverStream stream) {
   end_idle_streams();
   const PreloadState& state = preload_state();
-  if (is_default_stream(stream)) return state.real.cuStreamDestroy_v2(stream);
+  if (is_default_stream(stream) || state.mode != PreloadMode::kArena)
+    return state.real.cuStreamDestroy_v2(stream);
   if (state.used.cuStreamQuery == nullptr || state.used.cuStreamQuery(stream) != kDriverNotReady)
     return retire_and_destroy(stream);
   KeptStream made{stream, nullptr};

@@ -120,9 +120,9 @@ class RelaxedCapture {
 // Waits, like a plain free, until all work queued in the arena's context has run.
 DriverResult wait_for_device(const ProcessArenas::Use& use);
 
-// Gives unused memory of the arena back to the device, and returns its bytes. Waits for the device if queued
-// work may still use some of it.
-std::size_t trim_arena(const ProcessArenas::Use& use);
+// Gives unused memory of the arena back to the device, and returns its bytes. `waits`: for queued work that
+// may still use some of it.
+std::size_t trim_arena(const ProcessArenas::Use& use, bool waits);
 // The same for all arenas, and for the shared blocks that were freed.
 std::size_t trim_arenas();
 // How often that gave back any bytes.

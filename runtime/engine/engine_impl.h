@@ -275,6 +275,7 @@ struct Engine::Impl : StepContext {
   // Refuses `call` while the weights are their average.
   void expect_own_weights(const char* call);
   void expect_equal_values();
+  void note_freeze(const UnitShape& unit, int index, bool frozen);
   void save_state(const std::string& directory, const std::string& trainer_state, int keep);
   void begin_save(const std::string& directory, const std::string& trainer_state, int keep);
   void end_save();

@@ -1315,38 +1315,116 @@ TEST(Engine, NoticesTheSameValuesInAnotherPlace) {
   }
 }
 
-// Values are compared, not the calls that gave them. A call with the whole replaces those before it.
-TEST(Engine, TakesEqualValuesFromDifferentCalls) {
-  const ToyOptions options = options_for(1, DataType::kFloat32, 3);
-  run_ranks(3, {}, [&](Rank& rank) {
-    ToyTrainer trainer(options, rank);
-    trainer.initialize();
-    Engine& engine = trainer.engine();
-    std::vector<float> first = engine.get_parameter({1, 0});
-    const std::vector<float> second = engine.get_parameter({1, 1});
-    first.pop_back();  // Otherwise the first call gives the whole, and what was given before it does not
-                       // count.
-    const Span<const float> values(first);
-    switch (rank.communicator->rank()) {
-      case 0:
-        engine.set_parameter_part({1, 0}, 0, values);
-        engine.set_parameter_part({1, 1}, 0, second);
-        break;
-      case 1:
-        engine.set_parameter({1, 1}, second);
-        engine.set_parameter_part({1, 0}, 7, values.subspan(7));
-        engine.set_parameter_part({1, 0}, 0, values.first(7));
-        break;
-      default:
-        engine.set_parameter_part({1, 1}, 3, values.first(2));
-        for (std::size_t i = 0; i < values.size(); ++i)
-          engine.set_parameter_part({1, 0}, i, values.subspan(i, 1));
-        engine.set_parameter({1, 1}, std::vector<float>(second.size(), 2.0f));
-        engine.set_parameter({1, 1}, second);
-        break;
+// Values are compared, not the calls that gave them. Older values count until all of them are replaced.
+TEST(Engine, ComparesGivenValuesNotTheCalls) {
+  using Give = std::function<void(int from, int to, float offset, bool changed)>;
+  using Calls = std::function<void(ToyTrainer & trainer, const Give& give)>;
+  struct Case {
+    const char* name;
+    bool is_equal;
+    Calls first, second;  // By ranks 0 and 1, and by rank 2.
+  };
+  // give(): elements of a parameter of 20.
+  const Case cases[] = {
+      {"pieces in another order", true, [](ToyTrainer&, const Give& give) { give(0, 20, 0, false); },
+       [](ToyTrainer&, const Give& give) {
+         give(13, 20, 0, false);
+         give(0, 7, 0, false);
+         give(7, 13, 0, false);
+       }},
+      {"others before", true, [](ToyTrainer&, const Give& give) { give(0, 20, 0, false); },
+       [](ToyTrainer&, const Give& give) {
+         give(3, 9, 5, false);
+         give(0, 20, 6, false);
+         give(0, 5, 0, false);
+         give(5, 20, 0, false);
+       }},
+      {"a part alone", false, [](ToyTrainer&, const Give& give) { give(0, 20, 0, false); },
+       [](ToyTrainer&, const Give& give) {
+         give(0, 20, 0, false);
+         give(3, 9, 5, false);
+       }},
+      {"two values of each part in another order", false,
+       [](ToyTrainer&, const Give& give) {
+         for (const float offset : {1.0f, 2.0f}) {
+           give(0, 5, offset, false);
+           give(5, 10, offset, false);
+         }
+       },
+       [](ToyTrainer&, const Give& give) {
+         for (const float offset : {2.0f, 1.0f}) {
+           give(0, 5, offset, false);
+           give(5, 10, offset, false);
+         }
+       }},
+      {"other parts", false, [](ToyTrainer&, const Give& give) { give(0, 5, 1, false); },
+       [](ToyTrainer&, const Give& give) { give(1, 6, 1, false); }},
+      {"masters that are kept", false,
+       [](ToyTrainer&, const Give& give) {
+         give(0, 20, 0, false);
+         give(0, 20, 1, true);
+       },
+       [](ToyTrainer&, const Give& give) {
+         give(0, 20, 0.001f, false);
+         give(0, 20, 1, true);
+       }},
+      {"masters that are kept, or not", false, [](ToyTrainer&, const Give& give) { give(0, 20, 1, true); },
+       [](ToyTrainer&, const Give& give) { give(0, 20, 1, false); }},
+      {"the first values again, after a step, on one rank", false,
+       [](ToyTrainer& trainer, const Give& give) {
+         give(0, 20, 1, false);
+         static_cast<void>(trainer.step(0));
+       },
+       [](ToyTrainer& trainer, const Give& give) {
+         give(0, 20, 1, false);
+         static_cast<void>(trainer.step(0));
+         give(0, 20, 1, false);
+       }},
+      {"equal values after a step", true,
+       [](ToyTrainer& trainer, const Give& give) {
+         give(0, 20, 1, false);
+         static_cast<void>(trainer.step(0));
+         give(0, 20, 2, false);
+       },
+       [](ToyTrainer& trainer, const Give& give) {
+         give(0, 20, 3, false);
+         give(0, 20, 1, false);
+         static_cast<void>(trainer.step(0));
+         give(10, 20, 2, false);
+         give(0, 10, 2, false);
+       }},
+      {"masters that were kept", true,
+       [](ToyTrainer&, const Give& give) {
+         give(0, 20, 1, true);
+         give(0, 20, 2, false);
+       },
+       [](ToyTrainer&, const Give& give) { give(0, 20, 2, false); }}};
+  for (const Case& one : cases) {
+    for (const int stage : {0, 3}) {
+      ToyOptions options = options_for(stage, DataType::kBfloat16, 3);
+      options.units = {{{{20}}, {}, true}};
+      std::atomic<int> refused{0};
+      run_ranks(3, {}, [&](Rank& rank) {
+        ToyTrainer trainer(options, rank);
+        Engine& engine = trainer.engine();
+        const auto give = [&](int from, int to, float offset, bool changed) {
+          std::vector<float> values;
+          for (int i = from; i < to; ++i) values.push_back(static_cast<float>(i) + offset);
+          const auto first = static_cast<std::uint64_t>(from);
+          changed ? engine.set_changed_part({0, 0}, first, values)
+                  : engine.set_parameter_part({0, 0}, first, values);
+        };
+        (rank.communicator->rank() < 2 ? one.first : one.second)(trainer, give);
+        try {
+          static_cast<void>(trainer.step(1));
+        } catch (const Error& error) {
+          EXPECT_EQ(error.code(), StatusCode::kInvalidArgument) << error.what();
+          ++refused;
+        }
+      });
+      EXPECT_EQ(refused, one.is_equal ? 0 : 3) << one.name << ", stage " << stage;
     }
-    EXPECT_FALSE(trainer.step(0).skipped);
-  });
+  }
 }
 
 TEST(Engine, FailsWithThePeersFirstFailureWhenARankIsLost) {

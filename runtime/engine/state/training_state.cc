@@ -200,8 +200,20 @@ Communicator& Engine::Impl::state_ranks(const std::string& directory) {
 // rank ever had.
 void Engine::Impl::expect_equal_values() {
   Status shared;
-  if (options.grid != nullptr)
-    shared = check_shared_values(sharing_ranks, exchange(deciders(), given_values.shared()));
+  if (options.grid != nullptr) {
+    shared = check_shared_values(sharing_ranks, exchange(deciders(), shared_fingerprint()));
+    for (const auto& [unit, stages] : shared_units) {
+      std::uint64_t mine = 0;
+      for (const ParameterShape& parameter : shape(unit).parameters)
+        mine = mine * 31 + given_values.of(parameter.name);
+      for (const std::uint64_t theirs : exchange(*stages, mine)) {
+        if (theirs == mine || !shared.ok()) continue;
+        shared = Status(StatusCode::kInvalidArgument,
+                        "the pipeline stages that share unit " + shape(unit).name +
+                            " were given different values of it; give all of these stages the same values");
+      }
+    }
+  }
   std::ostringstream text;
   text << given_values.text() << "the hash of the calls of freeze() and reset_moments()\t" << std::hex
        << calls_fingerprint << '\n';
@@ -690,12 +702,14 @@ std::string Engine::Impl::load_state(Communicator& loading, const std::string& d
   }
   // All ranks have the same values again. Which parameters freeze() has frozen is left as it was.
   given_values.clear();
-  calls_fingerprint = 0;
+  calls_fingerprint = shared_calls_fingerprint = 0;
   for (int index = 0; index < unit_count(); ++index) {
     const std::vector<bool>& fixed = unit(index).fixed;
     for (std::size_t p = 0; p < fixed.size(); ++p) {
       const std::uint64_t id[] = {static_cast<std::uint64_t>(index), p};
-      if (fixed[p]) calls_fingerprint = XXH3_64bits_withSeed(id, sizeof(id), calls_fingerprint);
+      if (!fixed[p]) continue;
+      calls_fingerprint = XXH3_64bits_withSeed(id, sizeof(id), calls_fingerprint);
+      note_freeze(shape(index), static_cast<int>(p), true);
     }
   }
   return trainer_state;

@@ -546,6 +546,14 @@ std::vector<float> Engine::get_average(ParameterId parameter) {
   return {begin, begin + static_cast<std::ptrdiff_t>(place.count)};
 }
 
+// The stages that share a unit number it differently.
+void Engine::Impl::note_freeze(const UnitShape& unit, int index, bool frozen) {
+  if (unit.shared_by < 2) return;
+  const std::string& name = unit.parameters[static_cast<std::size_t>(index)].name;
+  shared_calls_fingerprint =
+      XXH3_64bits_withSeed(name.data(), name.size(), shared_calls_fingerprint ^ (frozen ? 1 : 2));
+}
+
 void Engine::freeze(ParameterId parameter, bool frozen) {
   Impl& impl = *impl_;
   impl.expect(Impl::Phase::kIdle, "freeze()");
@@ -562,6 +570,7 @@ void Engine::freeze(ParameterId parameter, bool frozen) {
   impl.note_segments(parameter.unit);
   const int call[] = {parameter.unit, parameter.index, frozen ? 1 : 0};
   impl.calls_fingerprint = XXH3_64bits_withSeed(call, sizeof(call), impl.calls_fingerprint);
+  impl.note_freeze(impl.shape(parameter.unit), parameter.index, frozen);
 }
 
 void Engine::reset_moments() {
@@ -586,6 +595,7 @@ void Engine::reset_moments() {
   impl.applied_steps = 0;
   constexpr char kCall[] = "reset_moments";
   impl.calls_fingerprint = XXH3_64bits_withSeed(kCall, sizeof(kCall), impl.calls_fingerprint);
+  impl.shared_calls_fingerprint = XXH3_64bits_withSeed(kCall, sizeof(kCall), impl.shared_calls_fingerprint);
 }
 
 void Engine::visit_parameters(const std::function<void(const ParameterShape&, Span<const float>)>& visitor) {

@@ -186,6 +186,8 @@ struct StepContext {
   void must(const Status& status);
   // The same failure, with the usual cause of ranks that differ in recorded order.
   Status hint_at_order(const Status& status) const;
+  // A hash of the values and calls that pipeline stages with the same shared units have in common.
+  std::uint64_t shared_fingerprint() const { return given_values.shared() ^ shared_calls_fingerprint; }
   // Giving back does not fail: keeps the first error for the log.
   void note(const Status& status);
   // One value of each rank. Collective. Errors: thrown, the engine is failed.
@@ -292,7 +294,8 @@ struct StepContext {
   GivenValues given_values;
   // Hash of all calls of freeze() and reset_moments(), in order.
   std::uint64_t calls_fingerprint = 0;
-  std::vector<SharingRank> sharing_ranks;  // By rank of deciders().
+  std::uint64_t shared_calls_fingerprint = 0;  // The same of shared units alone.
+  std::vector<SharingRank> sharing_ranks;      // By rank of deciders().
   // Recorded order, in the current step: this rank had an evaluation, or is in abandon().
   bool evaluated_in_step = false;
   bool gives_up = false;

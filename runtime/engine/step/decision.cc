@@ -112,6 +112,8 @@ Decision::Agreed Decision::exchange(const Hyperparameters& hyperparameters, cons
   must(differs.ok() || result.abandoned ? differs : name_difference(hyperparameters, differs));
   agreed.news = agreed.news || all_left_out;
   if (options_.grid != nullptr) exchange_over_grid(hyperparameters, facts, result);
+  // The values are equal, and the update changes them: what is given from now on is compared by itself.
+  if (!result.abandoned) context_.given_values.clear();
   return agreed;
 }
 
@@ -149,7 +151,7 @@ void Decision::exchange_over_grid(const Hyperparameters& hyperparameters, const 
                                   StepResult& result) {
   const std::array<double, kGridFacts> mine = {hyperparameters.metric, packed(hyperparameters.stop, facts),
                                                fingerprint_of(hyperparameters, options_, 0),
-                                               as_double(context_.given_values.shared())};
+                                               as_double(context_.shared_fingerprint())};
   const auto all = context_.exchange(context_.deciders(), mine);
   result.metric_sum = 0.0;
   const std::array<double, kGridFacts>* first = nullptr;

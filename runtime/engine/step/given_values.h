@@ -20,23 +20,36 @@ struct SharingRank {
 // Errors: kInvalidArgument naming two ranks of the same units that were given different values.
 Status check_shared_values(const std::vector<SharingRank>& ranks, const std::vector<std::uint64_t>& given);
 
-// Hashes of the values given to parameters. They are the same for equal values, whatever the calls and their
-// order, unless a part was given twice and the whole never after it.
+// Hashes of the values given to parameters since the ranks agreed about them last: equal where the values are
+// equal, whatever the calls and their order. Where only a part of a parameter was given again, its older
+// values count too.
 class GivenValues {
  public:
-  // `values` from element `first` on, of `count` in all. `rule`: what else the call must have in common.
-  // `shared`: by pipeline stages.
+  // `values` from element `first` on, of `count` in all. `keeps_equal`: they change only what differs from
+  // them. `shared`: by pipeline stages.
   void give(const std::string& name, std::uint64_t first, Span<const float> values, std::uint64_t count,
-            bool rule, bool shared);
-  void clear();
+            bool keeps_equal, bool shared);
+  void clear() { *this = {}; }
 
   std::uint64_t all() const { return all_; }
   std::uint64_t shared() const { return shared_; }
+  std::uint64_t of(const std::string& name) const;
   // A line for each parameter, for agree_on_text().
   std::string text() const;
 
  private:
-  std::map<std::string, std::uint64_t> by_name_;
+  // The last values of a parameter, which cover each element once at most, and those before them.
+  struct Given {
+    std::uint64_t older = 0;  // In order.
+    std::uint64_t sum = 0;
+    std::map<std::uint64_t, std::uint64_t> covered;  // Ends of ranges by their begins, none next to another.
+    bool keeps_equal = false;
+
+    std::uint64_t hash() const;
+    bool covers(std::uint64_t first, std::uint64_t end) const;
+    void cover(std::uint64_t first, std::uint64_t end);
+  };
+  std::map<std::string, Given> by_name_;
   std::uint64_t all_ = 0;
   std::uint64_t shared_ = 0;
 };

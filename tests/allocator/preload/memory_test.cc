@@ -311,6 +311,16 @@ TEST(PreloadMemory, StreamsMayBeDestroyedWhileTheirWorkRuns) {
   run.expect_no_hazard();
 }
 
+// A wait would never end: the work of the stream waits for the thread that asks.
+TEST(PreloadMemory, TrimsAPoolWithoutAWaitForQueuedWork) {
+  PreloadRun run(matter("trim-beside-work"));
+
+  EXPECT_EQ(run.finished.exit_code, 0);
+  EXPECT_EQ(run.finished.output, "reserved less 1\n");
+  EXPECT_EQ(run.unserved(), 0u);
+  run.expect_no_hazard();
+}
+
 TEST(PreloadMemory, MemoryOfEndedStreamsServesAllOnceTheirWorkHasRun) {
   PreloadRun run(matter("ended-streams"));
 
@@ -504,6 +514,16 @@ TEST(PreloadMemory, AParkedBlockServesItsSizeDeviceAndStream) {
   book->park(at(0x1000), {.bytes = 0x1000, .device = 0, .outside = KnownOutside::kPinned}, first);
   EXPECT_TRUE(book->forget_device(0).empty());
   EXPECT_EQ(unpark(0, 0x1000, first), nullptr);
+
+  // Default streams of two devices have one handle.
+  for (const int device : {0, 1}) {
+    book->park(at(device == 0 ? 0x1000 : 0x2000),
+               {.bytes = 0x1000, .device = device, .outside = KnownOutside::kPinned}, first);
+  }
+  book->set_parked_idle(0, first, UINT64_MAX);
+  EXPECT_EQ(unpark(1, 0x1000, second), nullptr) << "that of the other device is busy";
+  EXPECT_EQ(unpark(0, 0x1000, second), at(0x1000));
+  EXPECT_EQ(unpark(1, 0x1000, first), at(0x2000));
 
   book->park(at(0x1000), {.bytes = 0x1000, .device = 0, .outside = KnownOutside::kPinned}, first);
   book->park(at(0x2000), {.bytes = 0x2000, .device = 0, .outside = KnownOutside::kShared}, first);

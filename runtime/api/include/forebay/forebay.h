@@ -610,7 +610,8 @@ FOREBAY_API void forebay_engine_destroy(forebay_engine* engine);
  */
 
 /* Sets `count` elements of a parameter, from element `first` on, from host memory. All ranks give the same
- * values, in the same parts and order. */
+ * values, which forebay_step() and saves check. A part that is given again is so on every rank, unless all of
+ * the parameter is. */
 FOREBAY_API int32_t forebay_engine_set(forebay_engine* engine, int32_t unit, int32_t index, int32_t dtype,
                                        const void* values, uint64_t first, uint64_t count);
 

@@ -385,8 +385,8 @@ class Engine {
   // Requires: `values` has the parameter's count, and every rank gives the same values; step() and saves
   // check this.
   void set_parameter(ParameterId parameter, Span<const float> values);
-  // The same for the elements from `first` on. Requires: they are a part of the parameter. Where the parts
-  // are given on one rank twice, they are on every rank, unless the whole is given after them.
+  // The same for the elements from `first` on. Requires: they are a part of the parameter. A part that
+  // is given again is so on every rank, unless all of the parameter is.
   void set_parameter_part(ParameterId parameter, std::uint64_t first, Span<const float> values);
   // The same for values that were read in the engine's dtype and changed: an element whose value in that
   // dtype is that of its master keeps the master, and its moving average.

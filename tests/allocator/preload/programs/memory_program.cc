@@ -820,6 +820,31 @@ int streams() {
   return 0;
 }
 
+// The default pool gives back what is idle while the work of another stream waits for this thread.
+int trim_beside_work() {
+  CuMemoryPool pool = nullptr;
+  CHECK_CU(driver.cuDeviceGetDefaultMemPool(&pool, 0));
+  CuStream idle = new_stream(), busy = new_stream();
+  CuDevicePtr blocks[2] = {};
+  for (CuDevicePtr& block : blocks) CHECK_CU(driver.cuMemAllocAsync(&block, 16 * kMiB, idle));
+  std::atomic<bool> is_open{false};
+  const auto wait_at_gate = [](void* gate) {
+    while (!*static_cast<std::atomic<bool>*>(gate)) std::this_thread::yield();
+  };
+  CHECK_CU(driver.cuLaunchHostFunc(busy, wait_at_gate, &is_open));
+  CHECK_CU(driver.cuMemFreeAsync(blocks[0], busy));
+  CHECK_CU(driver.cuMemFreeAsync(blocks[1], idle));
+  CHECK_CU(driver.cuStreamSynchronize(idle));
+  std::uint64_t before = 0, after = 0;
+  CHECK_CU(driver.cuMemPoolGetAttribute(pool, CuMemPoolAttribute::kReservedMemCurrent, &before));
+  CHECK_CU(driver.cuMemPoolTrimTo(pool, 0));
+  CHECK_CU(driver.cuMemPoolGetAttribute(pool, CuMemPoolAttribute::kReservedMemCurrent, &after));
+  std::printf("reserved less %d\n", after < before);
+  is_open = true;
+  CHECK_CU(driver.cuStreamSynchronize(busy));
+  return 0;
+}
+
 // Memory that was freed on streams which have ended serves all, and not before their work has run.
 int ended_streams() {
   CuDevicePtr block = 0, again = 0;
@@ -1145,6 +1170,7 @@ int run(const std::string& matter) {
                                                                {"capture-reset", capture_reset},
                                                                {"make-way", make_way},
                                                                {"ended-streams", ended_streams},
+                                                               {"trim-beside-work", trim_beside_work},
                                                                {"pinned-again", pinned_again},
                                                                {"handles", handles},
                                                                {"buffer-ids", buffer_ids},
