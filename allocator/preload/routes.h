@@ -121,7 +121,7 @@ class RelaxedCapture {
 DriverResult wait_for_device(const ProcessArenas::Use& use);
 
 // Gives unused memory of the arena back to the device, and returns its bytes. `waits`: for queued work that
-// may still use some of it.
+// may still use some of it; otherwise some milliseconds at most, until idle streams are known to be.
 std::size_t trim_arena(const ProcessArenas::Use& use, bool waits);
 // The same for all arenas, and for the shared blocks that were freed.
 std::size_t trim_arenas();
