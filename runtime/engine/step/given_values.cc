@@ -72,23 +72,24 @@ void GivenValues::Given::cover(std::uint64_t first, std::uint64_t end) {
 void GivenValues::give(const std::string& name, std::uint64_t first, Span<const float> values,
                        std::uint64_t count, bool keeps_equal, bool shared) {
   if (values.empty()) return;
-  const auto named = [&](const Given& given) {
-    return XXH3_64bits_withSeed(name.data(), name.size(), given.hash());
-  };
-  const auto [entry, is_new] = by_name_.try_emplace(name);
-  Given& given = entry->second;
-  const std::uint64_t before = is_new ? 0 : named(given);
+  Given& given = by_name_[name];
   const std::uint64_t end = first + values.size();
   if (!given.covered.empty() && (given.keeps_equal != keeps_equal || given.covers(first, end)))
     given = {.older = given.hash()};
   given.keeps_equal = keeps_equal;
+  given.is_shared = shared;
   given.cover(first, end);
   given.sum += sum_of(first, values);
   // Nothing is left of older values.
   if (!keeps_equal && given.covered.begin()->second - given.covered.begin()->first == count) given.older = 0;
-  const std::uint64_t change = named(given) - before;
-  all_ += change;
-  if (shared) shared_ += change;
+}
+
+std::uint64_t GivenValues::sum_of_hashes(bool only_shared) const {
+  std::uint64_t sum = 0;
+  for (const auto& [name, given] : by_name_) {
+    if (given.is_shared || !only_shared) sum += XXH3_64bits_withSeed(name.data(), name.size(), given.hash());
+  }
+  return sum;
 }
 
 std::uint64_t GivenValues::of(const std::string& name) const {

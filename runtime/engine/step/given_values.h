@@ -31,8 +31,8 @@ class GivenValues {
             bool keeps_equal, bool shared);
   void clear() { *this = {}; }
 
-  std::uint64_t all() const { return all_; }
-  std::uint64_t shared() const { return shared_; }
+  std::uint64_t all() const { return sum_of_hashes(false); }
+  std::uint64_t shared() const { return sum_of_hashes(true); }
   std::uint64_t of(const std::string& name) const;
   // A line for each parameter, for agree_on_text().
   std::string text() const;
@@ -44,14 +44,15 @@ class GivenValues {
     std::uint64_t sum = 0;
     std::map<std::uint64_t, std::uint64_t> covered;  // Ends of ranges by their begins, none next to another.
     bool keeps_equal = false;
+    bool is_shared = false;
 
     std::uint64_t hash() const;
     bool covers(std::uint64_t first, std::uint64_t end) const;
     void cover(std::uint64_t first, std::uint64_t end);
   };
+  std::uint64_t sum_of_hashes(bool only_shared) const;
+
   std::map<std::string, Given> by_name_;
-  std::uint64_t all_ = 0;
-  std::uint64_t shared_ = 0;
 };
 
 }  // namespace forebay

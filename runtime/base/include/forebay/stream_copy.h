@@ -14,8 +14,8 @@ inline constexpr std::size_t kStreamCopyBytes = 64 << 10;
 // glibc's memcpy writes past the caches only for copies larger than most of the cache. When it returns, the
 // bytes are visible to every thread that sees a later store of the caller.
 //
-// Order: one line after the other. Turns of eight pages were five times slower on an AMD EPYC, probably because
-// its loads wait for stores to the same place in another page.
+// Order: one line after the other. Turns of eight pages were five times slower on an AMD EPYC, probably
+// because its loads wait for stores to the same place in another page.
 void stream_copy(void* target, const void* source, std::size_t bytes) noexcept;
 
 }  // namespace forebay
