@@ -16,7 +16,9 @@ namespace {
 // driver memory.
 constexpr std::size_t kKeptStreamLimit = 256;
 // For the events of idle streams. Longer: a trim beside work that does not end takes longer.
-constexpr std::chrono::milliseconds kEventPatience{10};
+// Counted, not timed: each poll leaves a busy processor to the driver's threads.
+constexpr int kEventPolls = 100;
+constexpr std::chrono::microseconds kEventPollInterval{100};
 
 // False without a current context.
 bool find_current_context(DriverContext* context, DriverDevice* device) {
@@ -174,11 +176,10 @@ std::size_t trim_arena(const ProcessArenas::Use& use, bool waits) {
     if (waits) {
       if (wait_for_device(use) == kDriverSuccess) bytes += use.arena().trim();
     } else {
-      const auto end = std::chrono::steady_clock::now() + kEventPatience;
-      do {
-        std::this_thread::sleep_for(kEventPatience / 100);
+      for (int poll = 0; poll < kEventPolls && may_have_more(); ++poll) {
+        std::this_thread::sleep_for(kEventPollInterval);
         bytes += use.arena().trim();
-      } while (may_have_more() && std::chrono::steady_clock::now() < end);
+      }
     }
   }
   if (bytes > 0) note_reserved(use.device(), &use.arena());
