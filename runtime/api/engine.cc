@@ -282,6 +282,7 @@ std::int32_t forebay_engine_create(forebay_device* device, forebay_communicator*
     }
     if (timeline != nullptr) given.timeline = &made->timeline->timeline;
     throw_if_error(check_sharding_options(given));
+    throw_if_error(check_offload_given(given));
     made->engine = std::make_unique<Engine>(*made->device->backend, made->device->kernels(),
                                             *made->ranks->communicator, std::move(given));
     *engine = make_handle<forebay_engine>(std::move(made));
@@ -297,6 +298,7 @@ std::int32_t forebay_engine_plan(forebay_options* options, forebay_engine** engi
     made->plan_options.ranks = given.process.size == 0 ? 1 : given.process.size;
     if (given.granularity != 0) made->plan_options.chunk_bytes = given.granularity;
     throw_if_error(check_sharding_options(made->plan_options));
+    throw_if_error(check_offload_given(made->plan_options));
     *engine = make_handle<forebay_engine>(std::move(made));
   });
 }

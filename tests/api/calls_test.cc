@@ -862,13 +862,15 @@ TEST(CApiCalls, TheDescriptionIsThatOfTheCalls) {
 
 TEST(CApiCalls, OptionsThatDoNotGoTogetherAreRefusedWhenAnEngineIsMade) {
   const One one;
-  const c::Options options{{"stage", "2"}, {"accumulate", "local"}};
+  const c::Options local{{"stage", "2"}, {"accumulate", "local"}}, files{{"offload-tier", "nvme:/tmp"}};
   forebay_engine* made = nullptr;
   for (const bool plans : {false, true}) {
-    EXPECT_EQ(plans ? forebay_engine_plan(options, &made)
-                    : forebay_engine_create(one.device, one.ranks, nullptr, nullptr, options, &made),
-              FOREBAY_INVALID_ARGUMENT);
-    EXPECT_NE(last_error().find("accumulate"), std::string::npos) << last_error();
+    for (const auto& [options, named] : {std::pair(&local, "accumulate"), {&files, "nothing is offloaded"}}) {
+      EXPECT_EQ(plans ? forebay_engine_plan(*options, &made)
+                      : forebay_engine_create(one.device, one.ranks, nullptr, nullptr, *options, &made),
+                FOREBAY_INVALID_ARGUMENT);
+      EXPECT_NE(last_error().find(named), std::string::npos) << last_error();
+    }
   }
 }
 

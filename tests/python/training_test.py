@@ -1016,6 +1016,10 @@ class OneRank(unittest.TestCase):
         with self.assertRaisesRegex(forebay.InvalidArgument, "offload-tier is '1,2'"):
             forebay.shard(torch.nn.Linear(2, 2), offload_tier=(1, 2))
 
+    def test_a_tier_without_offload_is_refused(self):
+        with self.assertRaisesRegex(forebay.InvalidArgument, "nothing is offloaded; add offload"):
+            forebay.digest(forebay.shard(torch.nn.Linear(2, 2), offload_tier="nvme:/tmp"))
+
     def test_files_that_are_not_there_are_errors_of_forebay(self):
         model = forebay.shard(torch.nn.Linear(2, 2))
         with tempfile.TemporaryDirectory() as directory:
@@ -1092,6 +1096,10 @@ class OneRank(unittest.TestCase):
                     self.assertEqual(forebay.restore(model, directory), {"step": 2})
                 else:
                     models.train(model, optimizer, steps=2)
+                    for part, named in (({"best": [torch.ones(1)]}, r"state\['best'\]\[0\] is of type Tensor"),
+                                        ({(0, 1): 2}, "a key of state is of type tuple")):
+                        with self.assertRaisesRegex(forebay.InvalidArgument, named):
+                            forebay.save(model, directory, part)
                     forebay.save(model, directory, {"step": 2})
                 models.train(model, optimizer, steps=2)
                 results.append(forebay.digest(model))
@@ -1130,6 +1138,16 @@ class OneRank(unittest.TestCase):
             model = forebay.shard(models.make(), stage=2)
             with self.assertRaisesRegex(forebay.InvalidArgument, "is in .*model.safetensors and in .*model_before"):
                 forebay.load(model, directory)
+
+    def test_files_of_another_kind_are_named(self):
+        model = forebay.shard(torch.nn.Linear(2, 2))
+        with tempfile.TemporaryDirectory() as directory:
+            torch.save(model.state_dict(), os.path.join(directory, "model.pt"))
+            with self.assertRaisesRegex(forebay.InvalidArgument, r"torch.load\(\)"):
+                forebay.load(model, os.path.join(directory, "model.pt"))
+            forebay.save(model, os.path.join(directory, "state"))
+            with self.assertRaisesRegex(forebay.InvalidArgument, r"give it to forebay.restore\(\)"):
+                forebay.load(model, os.path.join(directory, "state"))
 
     def test_what_a_file_has_beside_the_model_or_lacks(self):
         whole = dict(models.make(seed=3).named_parameters())

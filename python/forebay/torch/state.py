@@ -308,7 +308,11 @@ def read_safetensors(path: Path) -> Iterator[Tuple[str, Union[torch.Tensor, str]
         size = facts.st_size
         if not stat.S_ISREG(facts.st_mode):
             raise refuse("it is no regular file")
-        length = struct.unpack("<Q", file.read(8))[0] if size >= 8 else size
+        start = file.read(8)
+        if start.startswith(b"PK"):
+            raise InvalidArgument(f"{path} is no safetensors file, and seems to be one of torch.save(); give it to torch.load(), and its "
+                                  "values to load_state_dict() before shard()")
+        length = struct.unpack("<Q", start)[0] if size >= 8 else size
         if length > size - 8:
             raise refuse("its header is longer than the file")
         if length > _HEADER_BYTES_MAX:
@@ -365,6 +369,8 @@ def load(model: nn.Module, path: Path) -> List[str]:
         sharded.between_steps()
     files = ([os.path.join(path, name) for name in sorted(os.listdir(path)) if name.endswith(".safetensors")]
              if os.path.isdir(path) else [os.fspath(path)])
+    if not files and os.path.exists(os.path.join(path, "latest")):
+        raise InvalidArgument(f"{path} has no *.safetensors, and a state that was saved; give it to forebay.restore()")
     if not files:
         raise InvalidArgument(f"{path} has no *.safetensors; give a file or a directory with some")
     by_name = dict(model.named_parameters(remove_duplicate=False))
@@ -512,6 +518,21 @@ def _take_extra_states(model: nn.Module, encoded: Dict[str, Any]) -> None:
             module.set_extra_state(_decoded(entry) if "data" in entry else entry["value"])
 
 
+def _refuse_no_json(value: Any, place: str) -> None:
+    """Names the first part of the trainer's state that JSON cannot hold."""
+    if isinstance(value, dict):
+        for key, part in value.items():
+            if not isinstance(key, (str, int, float, bool, type(None))):
+                raise InvalidArgument(f"a key of {place} is of type {type(key).__name__}; give the parts of `state` names")
+            _refuse_no_json(part, f"{place}[{_shown(key)}]")
+    elif isinstance(value, (list, tuple)):
+        for index, part in enumerate(value):
+            _refuse_no_json(part, f"{place}[{index}]")
+    elif not isinstance(value, (str, int, float, bool, type(None))):
+        raise InvalidArgument(f"{place} is of type {type(value).__name__}, which JSON cannot hold; give numbers, text, lists and dicts, as by "
+                              "value.tolist(), or save it in a file of its own")
+
+
 def save(model: nn.Module, directory: Path, state: Any = None, background: bool = False) -> Optional[Saving]:
     """Saves weights, moments, step counts, buffers and `state` (anything that JSON can hold) under `directory`.
 
@@ -536,7 +557,14 @@ def save(model: nn.Module, directory: Path, state: Any = None, background: bool 
     with unwatched():
         shapes = {sharded.names[p]: {"shape": list(p.shape), "dtype": str(p.dtype).replace("torch.", "")}
                   for p in sharded.parameters}
-    text = json.dumps({"parameters": shapes, "buffers": _encoded_others(model), "extra": _extra_states(model), "state": state}).encode()
+    try:
+        own = json.dumps(state)
+    except (TypeError, ValueError, RecursionError) as error:
+        if isinstance(error, TypeError):
+            _refuse_no_json(state, "state")
+        raise InvalidArgument(f"JSON cannot hold `state`: {error}") from None
+    described = {"parameters": shapes, "buffers": _encoded_others(model), "extra": _extra_states(model)}
+    text = f'{json.dumps(described)[:-1]}, "state": {own}}}'.encode()
     if background and not sharded.options.get("save_async"):
         raise InvalidArgument("save(background=True) needs host memory for a copy; give shard(save_async=True), or leave out "
                               "background")

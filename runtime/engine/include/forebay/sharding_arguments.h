@@ -63,15 +63,7 @@ class ShardingArguments {
       const Status status = set_option(options, row.name, turned ? other : argument.word);
       if (!status.ok()) return dashed(status);
     }
-    const bool in_files = options.tier == Tier::kFile;
-    if (options.offload == Offload::kNone &&
-        (in_files || options.offload_auto ||
-         options.offload_fraction != ShardingOptions().offload_fraction)) {
-      return {StatusCode::kInvalidArgument,
-              std::string(in_files ? "--offload-tier" : "--offload-fraction") +
-                  " says how to offload and nothing is offloaded; add --offload optimizer, or "
-                  "optimizer+parameters at stage 3"};
-    }
+    if (const Status status = check_offload_given(options); !status.ok()) return dashed(status);
     if (options.shard_within_group && text("order").compare(0, 6, "group:") != 0) {
       return {StatusCode::kInvalidArgument,
               "--shard-within group needs to know the groups; add --order group:G"};
