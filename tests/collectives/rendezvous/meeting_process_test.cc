@@ -237,9 +237,11 @@ class Mpirun : public ::testing::TestWithParam<int> {
       GTEST_SKIP() << kMpirun << " cannot start processes here";
   }
 
-  static Process::Variables variables() {
+  Process::Variables variables() const {
+    // Each mpirun that ends removes the directory of sessions, which others are about to use.
     return {{"OMPI_ALLOW_RUN_AS_ROOT", "1"},
             {"OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1"},
+            {"TMPDIR", directory_.path()},
             {"FOREBAY_INTERFACE", "lo"}};
   }
   static std::vector<std::string> command(const std::vector<std::string>& program, int size = 1) {
