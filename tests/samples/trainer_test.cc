@@ -710,6 +710,8 @@ TEST(GptCommand, MistakesExitWith2AndSayWhatIsWrong) {
       {{"--offload", "optimizer", "--offload-tier", "nvme:a", "--offload-staging", "4KiB"},
        "--offload-staging is 4KiB; use at least 8 MiB"},
       {{"--no-such-option"}, "--no-such-option"},
+      {{"--no\x1b[2J"}, "there is no option --no\\x1b[2J"},
+      {{"--matmul", "\x1b[2J"}, "'\\x1b[2J' was given"},
       {{"--lr", ""}, "--lr was given an empty value"},
       {{"--stage="}, "--stage was given an empty value"},
       {{"--report", ""}, "--report was given an empty value"},

@@ -554,7 +554,7 @@ ParsedCommand parse_command(const std::vector<std::string>& arguments) {
 
   const CommandText description = describe_command(app, kProgram);
   const auto complain = [](const std::string& message) -> ParsedCommand {
-    std::fprintf(stderr, "%s: %s\n", kProgram, message.c_str());
+    std::fprintf(stderr, "%s: %s\n", kProgram, shown_text(message).c_str());
     return {std::nullopt, kUsageExit};
   };
   try {
