@@ -171,6 +171,7 @@ enum { kNullStreamANY = 0, kNullStreamLEGACY = 1, kNullStreamTHREAD = 2 };
 
 #define FOREBAY_PRELOAD_OPTIONAL(X) \
   X(cuDeviceGetDefaultMemPool, (DriverPool* pool, DriverDevice device)) \
+  X(cuDeviceGetMemPool, (DriverPool* pool, DriverDevice device)) \
   X(cuDeviceGetCount, (int* count)) \
   X(cuDeviceCanAccessPeer, (int* can_access, DriverDevice device, DriverDevice peer)) \
   X(cuThreadExchangeStreamCaptureMode, (unsigned* mode)) \

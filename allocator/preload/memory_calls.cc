@@ -39,13 +39,13 @@ SharedList<WaitingFree>& waiting_frees() {
   return SharedList<WaitingFree>::of_process();
 }
 
-// Gives back a block that no queued work uses.
-void give_back_idle(const ProcessArenas::Use& use, DevicePtr address, const BlockFacts& facts) {
+// Gives back a block whose last use is queued on the arena's `stream`; null: it is idle.
+void give_back(const ProcessArenas::Use& use, DevicePtr address, const BlockFacts& facts, Stream stream) {
   if (facts.outside != KnownOutside::kNo) {
-    ProcessArenas::of_process().blocks().park(address, facts, Stream());
+    ProcessArenas::of_process().blocks().park(address, facts, stream);
     return;
   }
-  const Status status = use.arena().free(address, Stream());
+  const Status status = use.arena().free(address, stream);
   if (!status.ok()) note_problem(status);
 }
 
@@ -62,6 +62,17 @@ DriverResult driver_result(const Status& status) {
 
 }  // namespace
 
+namespace {
+// By the sizes that were asked for.
+std::size_t waiting_bytes(int device) {
+  std::size_t bytes = 0;
+  waiting_frees().visit([&](const WaitingFree& free) {
+    if (free.facts.device == device) bytes += free.facts.bytes;
+  });
+  return bytes;
+}
+}  // namespace
+
 void finish_waiting_frees() {
   if (waiting_frees().size() == 0 || any_capture()) return;
   const std::lock_guard lock(giving_back());
@@ -72,7 +83,7 @@ void finish_waiting_frees() {
         waiting_frees().take([=](const WaitingFree& free) { return free.facts.device == device; });
     if (!frees.empty()) (void)wait_for_device(use);
     for (const WaitingFree& free : frees) {
-      if (free.generation == use.generation()) give_back_idle(use, free.address, free.facts);
+      if (free.generation == use.generation()) give_back(use, free.address, free.facts, Stream());
     }
   }
 }
@@ -176,7 +187,6 @@ DriverResult mem_alloc(DriverAddress* address, std::size_t bytes) {
   const auto by_driver = [=] { return preload_state().real.cuMemAlloc_v2(address, bytes); };
   if (address == nullptr || bytes == 0) return by_driver();
   trim_if_asked();
-  finish_waiting_frees();
   const Route route = route_of_current_context();
   if (!route.use) return allocate_elsewhere(route.otherwise, bytes, address, nullptr, by_driver);
   return allocate_here(route.use, address, bytes, Stream(), nullptr, by_driver);
@@ -203,7 +213,6 @@ DriverResult allocate_ordered(DriverAddress* address, std::size_t bytes, DriverP
   const DriverStream named = numbered(stream, per_thread);
   if (captured) return allocate_elsewhere(PreloadServer::kCaptured, bytes, address, named, by_driver);
   trim_if_asked();
-  finish_waiting_frees();
   Route route = route_of(stream);
   if (route.use &&
       (pool == nullptr ? has_other_pool(route.use.device()) : !is_default_pool(pool, route.use.device()))) {
@@ -272,7 +281,6 @@ DriverResult mem_free(DriverAddress address) {
   const auto by_driver = [=] { return preload_state().real.cuMemFree_v2(address); };
   if (address == 0) return by_driver();
   trim_if_asked();
-  finish_waiting_frees();
   BlockBook& blocks = ProcessArenas::of_process().blocks();
   const DevicePtr block = device_pointer(address);
   BlockFacts facts;
@@ -291,8 +299,9 @@ DriverResult mem_free(DriverAddress address) {
     }
     // A plain free reports errors of queued work; the block is freed all the same.
     result = wait_for_device(use);
+    finish_waiting_frees();
   }
-  give_back_idle(use, block, facts);
+  give_back(use, block, facts, Stream());
   return result;
 }
 
@@ -327,21 +336,18 @@ DriverResult mem_free_async(DriverAddress address, DriverStream stream) {
   const ProcessArenas::Use use = ProcessArenas::of_process().find(facts.device);
   if (!use) return kDriverSuccess;
   const DriverStream last = numbered(stream, kPerThread);
-  const bool is_thread_stream = last == DRIVER_PER_THREAD_STREAM;
-  const bool is_known_outside = facts.outside != KnownOutside::kNo;
-  if (!is_same_context || (is_known_outside && is_thread_stream)) {
+  if (!is_same_context) {
     // The arena's events cannot be recorded on that stream, so wait here.
     (void)preload_state().used.cuStreamSynchronize(last);
-    give_back_idle(use, block, facts);
+    give_back(use, block, facts, Stream());
     return kDriverSuccess;
   }
-  if (is_known_outside) {
-    blocks.park(block, facts, Stream{last});
-    return kDriverSuccess;
+  const Result<Stream> behind = stream_behind(use, last);
+  if (behind.ok()) {
+    give_back(use, block, facts, behind.value());
+  } else {
+    note_problem(behind.status());
   }
-  const Status status = is_thread_stream ? ProcessArenas::free_on_thread_stream(use, block)
-                                         : use.arena().free(block, Stream{last});
-  if (!status.ok()) note_problem(status);
   return kDriverSuccess;
 }
 
@@ -367,7 +373,8 @@ DriverResult mem_get_info(std::size_t* free_bytes, std::size_t* total_bytes) {
     const std::size_t room = device_bytes - std::min(device_bytes, use.backend().capabilities().memory_bytes);
     free -= std::min(free, room);
     const std::size_t parked = ProcessArenas::of_process().blocks().parked_shared_bytes(use.device());
-    const std::size_t live = statistics.live_bytes - std::min<std::size_t>(statistics.live_bytes, parked);
+    const std::size_t freed = parked + waiting_bytes(use.device());
+    const std::size_t live = statistics.live_bytes - std::min<std::size_t>(statistics.live_bytes, freed);
     free = std::min(free + (statistics.reserved_bytes - live), device_bytes);
     if (total < device_bytes) free = std::min(free, total > live ? total - live : std::size_t{0});
   }

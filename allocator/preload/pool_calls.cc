@@ -113,7 +113,12 @@ void forget_pool_use(int device) {
 }
 
 bool has_other_pool(int device) {
-  return pool_uses[device].has_other.load(std::memory_order_relaxed);
+  if (!pool_uses[device].has_other.load(std::memory_order_relaxed)) return false;
+  // The end of a pool makes the default one current again.
+  const auto current_of = preload_state().used.cuDeviceGetMemPool;
+  DriverPool current = nullptr;
+  return current_of == nullptr || current_of(&current, device) != kDriverSuccess ||
+         !is_default_pool(current, device);
 }
 
 bool is_default_pool(DriverPool pool, int device) {

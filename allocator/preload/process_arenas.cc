@@ -158,6 +158,7 @@ BlockBook::Blocks ProcessArenas::drop(int device) {
     ++entry.generation;  // Makes the relays that threads hold invalid.
     std::swap(left, entry.left_relays);
     entry.relay_count = 0;
+    delete std::exchange(entry.shared_relay, nullptr);
   }
   while (left != nullptr) delete std::exchange(left, left->next);
   return gone;
@@ -169,8 +170,8 @@ BlockBook::Blocks ProcessArenas::drop(int device) {
 // block, it records an event on its default stream and lets the relay wait for it. So the relay stands for
 // the default stream, and other streams can wait for it.
 
-// The most relays of a device. Smaller: further threads wait for their work when they free. Larger: more
-// driver memory.
+// The most relays of single threads on a device. Further threads share one: they free as others do, and are
+// served from idle memory alone. Larger: more driver memory.
 constexpr int kRelayLimit = 32;
 
 // Called when a thread ends: its relays become available to other threads. Calls no driver, which may be
@@ -215,6 +216,12 @@ ProcessArenas::Relay* ProcessArenas::take_left_relay(Entry& entry) {
   return taken;
 }
 
+ProcessArenas::Relay* ProcessArenas::make_relay(Entry& entry) {
+  const Result<Stream> stream = entry.backend->stream_create();
+  const Result<Event> event = entry.backend->event_create();
+  return stream.ok() && event.ok() ? new Relay{stream.value(), event.value()} : nullptr;
+}
+
 ProcessArenas::Relay* ProcessArenas::relay_of_thread(Entry& entry) {
   static const pthread_key_t key = [] {
     pthread_key_t made{};
@@ -239,10 +246,8 @@ ProcessArenas::Relay* ProcessArenas::relay_of_thread(Entry& entry) {
       if (entry.relay_count == kRelayLimit) return nullptr;
       ++entry.relay_count;
     }
-    const Result<Stream> stream = entry.backend->stream_create();
-    const Result<Event> event = entry.backend->event_create();
-    if (!stream.ok() || !event.ok()) return nullptr;  // Stays counted: the next attempt would fail too.
-    held.relay = new Relay{stream.value(), event.value()};
+    held.relay = make_relay(entry);
+    if (held.relay == nullptr) return nullptr;  // Stays counted: the next attempt would fail too.
   }
   held.generation = entry.generation;
   return held.relay;
@@ -253,16 +258,22 @@ Stream ProcessArenas::thread_stream(const Use& use) {
   return relay == nullptr ? Stream() : relay->stream;
 }
 
-Status ProcessArenas::free_on_thread_stream(const Use& use, DevicePtr block) {
+Result<Stream> ProcessArenas::stream_behind_thread(const Use& use) {
   Entry& entry = *use.entry_;
   CudaBackend& backend = *entry.backend;
+  const auto follows = [&](const Relay& relay) {
+    return backend.event_record(relay.event, CudaBackend::per_thread_stream()).ok() &&
+           backend.stream_wait(relay.stream, relay.event).ok();
+  };
   if (const Relay* const relay = relay_of_thread(entry)) {
-    Status queued = backend.event_record(relay->event, CudaBackend::per_thread_stream());
-    if (queued.ok()) queued = backend.stream_wait(relay->stream, relay->event);
-    if (queued.ok()) return use.arena().free(block, relay->stream);
+    if (follows(*relay)) return relay->stream;
+  } else {
+    const std::lock_guard lock(entry.relay_mutex);
+    if (entry.shared_relay == nullptr) entry.shared_relay = make_relay(entry);
+    if (entry.shared_relay != nullptr && follows(*entry.shared_relay)) return entry.shared_relay->stream;
   }
   FOREBAY_RETURN_IF_ERROR(backend.stream_synchronize(CudaBackend::per_thread_stream()));
-  return use.arena().free(block, Stream());
+  return Stream();
 }
 
 }  // namespace forebay

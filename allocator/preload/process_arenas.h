@@ -59,12 +59,12 @@ class ProcessArenas {
   BlockBook& blocks() noexcept { return blocks_; }
 
   // --- the calling thread's own default stream, which no other thread can name ---
-  // A stream that stands for it. Work that the thread queues on its default stream may use memory freed by
-  // free_on_thread_stream at once; other streams in the order of events. Null: there is none, so only idle
-  // memory can be allocated.
+  // A stream that stands for it: memory that was freed on that stream serves the thread's next work at once,
+  // and other streams in the order of events. Null: there is none, so only idle memory can be allocated.
   static Stream thread_stream(const Use& use);
-  // Frees a block whose last use is queued on the calling thread's default stream.
-  static Status free_on_thread_stream(const Use& use, DevicePtr block);
+  // A stream of the arena's that has waited for all work queued on it so far; for most threads the one that
+  // stands for it. Null: that work has run. Requires: it is not captured.
+  static Result<Stream> stream_behind_thread(const Use& use);
 
  private:
   struct Entry {
@@ -78,15 +78,18 @@ class ProcessArenas {
     Status why;
     std::uint64_t generation = 0;  // Counts the arenas of this device.
     std::mutex relay_mutex;
-    // Guarded by relay_mutex: the relays of threads that have ended, and the number of all relays.
+    // Guarded by relay_mutex: the relays of threads that have ended, the number of all relays, and the one of
+    // the threads beyond the limit.
     Relay* left_relays = nullptr;
     int relay_count = 0;
+    Relay* shared_relay = nullptr;
   };
 
   static Status follow(Entry& entry, ArenaOptions options, const char* path);
   Status make(Entry& entry, int device, void* (*context_of)(int device));
   static Relay* relay_of_thread(Entry& entry);
   static Relay* take_left_relay(Entry& entry);
+  static Relay* make_relay(Entry& entry);
   static void leave_relays(void* relays);
 
   Entry entries_[kPreloadDeviceLimit];

@@ -159,6 +159,11 @@ ProcessArenas::Use arena_of_current_context() {
   return use && use.context() == context ? std::move(use) : ProcessArenas::Use();
 }
 
+Result<Stream> stream_behind(const ProcessArenas::Use& use, DriverStream stream) {
+  if (stream == DRIVER_PER_THREAD_STREAM) return ProcessArenas::stream_behind_thread(use);
+  return Stream{stream};
+}
+
 DriverResult wait_for_device(const ProcessArenas::Use& use) {
   const ContextScope scope(use.context());
   if (scope.result() != kDriverSuccess) return scope.result();

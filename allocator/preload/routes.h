@@ -40,6 +40,11 @@ class SharedList {
     list_.splice(list_.end(), made);
     count_.store(list_.size(), std::memory_order_release);
   }
+  template <typename Visit>
+  void visit(const Visit& visit) {
+    const std::lock_guard lock(mutex_);
+    for (const Entry& entry : list_) visit(entry);
+  }
   // Takes out the entries for which `condition` is true, asked from the oldest on.
   template <typename Condition>
   std::list<Entry> take(Condition condition) {
@@ -168,8 +173,13 @@ void end_idle_streams();
 // Forgets the kept and the captured streams of a context that is about to go away.
 void forget_streams(void* context);
 
-// Finishes frees that were put off until the end of a capture, unless there is one still.
+// Finishes frees that were put off during a capture, unless there is one still. Waits for the device if there
+// are any, so only calls that may wait make it.
 void finish_waiting_frees();
+
+// The arena's stream behind which a block is free whose last use is queued on a stream of the arena's
+// context, numbered. Null: that work has run. Requires: the stream is not captured.
+Result<Stream> stream_behind(const ProcessArenas::Use& use, DriverStream stream);
 
 // Gives the arena the shared blocks that were freed, unless a capture forbids to wait. Requires: the thread
 // holds giving_back().

@@ -110,12 +110,13 @@ extern "C" void forebay_torch_free(void* block, ssize_t, int, void* stream) {
   const ProcessArenas::Use use = ProcessArenas::of_process().find(facts.device);
   if (!use) return;
   auto* const given = numbered(static_cast<DriverStream>(stream), false);
+  const Result<Stream> behind = stream_behind(use, given);
+  if (!behind.ok()) return complain(behind.status());
   if (facts.outside != KnownOutside::kNo) {
-    blocks.park(address, facts, Stream{given});
+    blocks.park(address, facts, behind.value());
     return;
   }
-  const Status status = given == DRIVER_PER_THREAD_STREAM ? ProcessArenas::free_on_thread_stream(use, address)
-                                                          : use.arena().free(address, Stream{given});
+  const Status status = use.arena().free(address, behind.value());
   if (!status.ok()) complain(status);
 }
 
@@ -127,6 +128,11 @@ extern "C" void forebay_torch_record_stream(void* block, void* stream) {
     return;
   const ProcessArenas::Use use = ProcessArenas::of_process().find(facts.device);
   if (!use) return;
-  const Status status = use.arena().record_stream(begin, stream_of(use, static_cast<DriverStream>(stream)));
+  auto* const given = static_cast<DriverStream>(stream);
+  const Result<Stream> behind =
+      is_captured(given) ? stream_of(use, given) : stream_behind(use, numbered(given, false));
+  if (!behind.ok()) return complain(behind.status());
+  if (behind.value().handle == nullptr) return;  // Its work has run.
+  const Status status = use.arena().record_stream(begin, behind.value());
   if (!status.ok()) complain(status);
 }

@@ -118,6 +118,7 @@ class DeviceReader {
     note(twice_count_, "allocation", "of an address that is live: the earlier block taken as freed there");
     note(unknown_count_, "free", "of a block that is not live: left out");
     note(failure_count_, "request", "that failed when recorded: played as allocated and freed at once");
+    note(too_large_count_, "failed request", "larger than all memory of any device: left out");
     note(other_count_, "entry", "of the history without a meaning for this: left out", "entries");
     return trace;
   }
@@ -262,8 +263,10 @@ class DeviceReader {
     const PickleValue* action = pickle_.find(entry, "action");
     event->action = action == nullptr ? Action::kOther : parse_action(Pickle::text_of(*action));
     if (event->action == Action::kOther) return {};
-    const bool has_address = event->action == Action::kOutOfMemory || number(entry, "addr", &event->address);
-    if (!has_address || !number(entry, "size", &event->bytes) || event->bytes > kTraceBlockLimit) {
+    const bool is_refusal = event->action == Action::kOutOfMemory;
+    const bool has_address = is_refusal || number(entry, "addr", &event->address);
+    if (!has_address || !number(entry, "size", &event->bytes) ||
+        (event->bytes > kTraceBlockLimit && !is_refusal)) {
       return refuse("event " + std::to_string(index + 1) + " (" + std::string(Pickle::text_of(*action)) +
                     "): it has no usable addr and size, or a negative one; give an undamaged snapshot");
     }
@@ -342,6 +345,11 @@ class DeviceReader {
         std::uint64_t value = 0;
         if (number(events[i], "device_free", &value)) device_free = value;
         outcome = builder_.fail(event.bytes, event.stream, holder_of(events[i]), device_free);
+        if (outcome == Outcome::kTooLarge) {
+          --failure_count_;
+          ++too_large_count_;
+          outcome = Outcome::kTaken;
+        }
       } else if (event.action == Action::kOther) {
         const PickleValue* action = pickle_.find(events[i], "action");
         const std::string_view text = action == nullptr ? "" : Pickle::text_of(*action);
@@ -388,6 +396,7 @@ class DeviceReader {
   std::size_t twice_count_ = 0;
   std::size_t unknown_count_ = 0;
   std::size_t failure_count_ = 0;
+  std::size_t too_large_count_ = 0;
   std::size_t other_count_ = 0;
 };
 

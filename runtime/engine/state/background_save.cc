@@ -65,7 +65,7 @@ BackgroundSave::~BackgroundSave() {
   if (!state_->ok() && job_.rank == 0) {
     try {
       if (!directory_) directory_.emplace(job_.directory);
-      directory_->remove(temporary_state(job_.name));
+      directory_->remove(job_.temporary);
     } catch (const Error&) {
       // The next save removes the temporary state.
     }
@@ -99,7 +99,7 @@ void BackgroundSave::run() {
   try {
     throw_if_error(status);
     directory_.emplace(job_.directory);
-    const StateDirectory temporary = directory_->subdirectory(temporary_state(job_.name));
+    const StateDirectory temporary = directory_->subdirectory(job_.temporary);
     const std::string file = state_file_name(job_.rank, job_.ranks);
     job_.write(temporary.create(unfinished(file)));
     temporary.rename(unfinished(file), file);
@@ -132,7 +132,7 @@ void BackgroundSave::publish() {
     for (;;) {
       // Opened again each time: a network file system then looks anew, and a directory that is gone is an
       // error.
-      const StateDirectory temporary = directory_->subdirectory(temporary_state(job_.name));
+      const StateDirectory temporary = directory_->subdirectory(job_.temporary);
       if (temporary.has(file)) break;
       std::unique_lock lock(mutex_);
       if (changed_.wait_for(lock, kLook, [&] { return gave_up_; })) {
@@ -147,7 +147,7 @@ void BackgroundSave::publish() {
       }
     }
   }
-  publish_state(*directory_, job_.name, job_.manifest, job_.keep);
+  publish_state(*directory_, job_.temporary, job_.manifest, job_.keep);
   job_.published(*directory_);
 }
 

@@ -24,7 +24,7 @@ namespace forebay::internal {
 
 struct BackgroundSaveJob {
   std::string directory;
-  std::string name;  // The state's: state_name().
+  std::string temporary;  // temporary_state()
   int rank = 0;
   int ranks = 1;
   // Waits until the values are copied.

@@ -24,10 +24,11 @@ struct SavedStateWriter::Impl {
       : facts(given),
         directory(directory_for_writer(path)),
         lock(directory),
-        name(internal::state_name(facts.attempted_steps)) {
+        temporary(internal::temporary_state(internal::state_name(facts.attempted_steps),
+                                            internal::new_save_number())) {
     internal::check_text(facts.trainer_state);
-    directory.remove(internal::temporary_state(name));
-    directory.make_subdirectory(internal::temporary_state(name));
+    internal::remove_unfinished(directory);
+    directory.make_subdirectory(temporary);
     std::vector<internal::StateParameter> parameters;
     std::vector<internal::StateRun> runs;
     for (const SavedParameter& parameter : facts.parameters) {
@@ -42,12 +43,11 @@ struct SavedStateWriter::Impl {
           runs.push_back({.parameter = index, .field = field, .offset = 0, .count = parameter.count});
       }
     }
-    file.emplace(
-        directory.subdirectory(internal::temporary_state(name)).create(internal::state_file_name(0, 1)),
-        parameters, std::move(runs));
+    file.emplace(directory.subdirectory(temporary).create(internal::state_file_name(0, 1)), parameters,
+                 std::move(runs));
   }
   ~Impl() {
-    if (!finished) directory.remove(internal::temporary_state(name));
+    if (!finished) directory.remove(temporary);
   }
   Impl(const Impl&) = delete;
   Impl& operator=(const Impl&) = delete;
@@ -55,7 +55,7 @@ struct SavedStateWriter::Impl {
   const SavedStateFacts facts;
   const StateDirectory directory;
   const internal::StateLock lock;
-  const std::string name;
+  const std::string temporary;
   std::optional<internal::StateFileWriter> file;
   bool finished = false;
 };
@@ -83,7 +83,7 @@ void SavedStateWriter::finish() {
                              {"dtype", "fp32"},
                              {"optimizer", impl_->facts.optimizer},
                              {"weights_only", impl_->facts.weights_only}};
-  internal::publish_state(impl_->directory, impl_->name, std::move(manifest));
+  internal::publish_state(impl_->directory, impl_->temporary, std::move(manifest));
   impl_->finished = true;
 }
 

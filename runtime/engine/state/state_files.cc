@@ -1,10 +1,13 @@
 #include "runtime/engine/state/state_files.h"
 
 #include <sys/mman.h>
+#include <unistd.h>
 #include <xxhash.h>
 
 #include <algorithm>
 #include <array>
+#include <atomic>
+#include <chrono>
 #include <cinttypes>
 #include <cstdio>
 #include <cstdlib>
@@ -31,6 +34,7 @@ using Json = nlohmann::json;
 
 constexpr std::uint64_t kFormat = 2;
 constexpr std::string_view kTemporaryPrefix = ".saving-";
+constexpr std::size_t kSaveNumberLength = 17;  // With its dash.
 constexpr std::string_view kRemovedPrefix = ".removing-";
 constexpr const char* kLatest = "latest";
 constexpr const char* kNextLatest = ".latest";
@@ -77,6 +81,16 @@ std::string dump(const auto& json, int indent) {
   }
 }
 
+// The state that is written in a directory of this name; empty: in none. Older versions had no number.
+std::string_view state_of_temporary(std::string_view name) {
+  if (!name.starts_with(kTemporaryPrefix)) return {};
+  name.remove_prefix(kTemporaryPrefix.size());
+  const std::size_t dash = name.size() - std::min(name.size(), kSaveNumberLength);
+  if (name[dash] == '-' && name.find_first_not_of("0123456789abcdef", dash + 1) == std::string_view::npos)
+    name = name.substr(0, dash);
+  return is_state_name(name) ? name : std::string_view();
+}
+
 // Says so where something stays.
 void remove_aloud(const StateDirectory& directory, const std::string& name) {
   directory.remove(name);
@@ -84,16 +98,6 @@ void remove_aloud(const StateDirectory& directory, const std::string& name) {
   log(LogLevel::kWarning,
       "%s/%s stays: it has files that are not of a saved state, or cannot be removed; move them",
       directory.path().c_str(), name.c_str());
-}
-
-// Removes what killed runs began to write or to remove.
-void remove_unfinished(const StateDirectory& directory) {
-  for (const std::string& name : directory.names()) {
-    for (const std::string_view prefix : {kTemporaryPrefix, kRemovedPrefix}) {
-      if (name.starts_with(prefix) && is_state_name(name.substr(prefix.size())))
-        remove_aloud(directory, name);
-    }
-  }
 }
 
 // Whether a directory that has the name of a state is one. A save gives the name to one with its manifest.
@@ -202,8 +206,27 @@ std::vector<std::string> state_names(const StateDirectory& directory) {
   return names;
 }
 
-std::string temporary_state(const std::string& name) {
-  return std::string(kTemporaryPrefix) + name;
+std::uint64_t new_save_number() {
+  static std::atomic<std::uint64_t> count{0};
+  const std::uint64_t facts[] = {
+      static_cast<std::uint64_t>(std::chrono::system_clock::now().time_since_epoch().count()),
+      static_cast<std::uint64_t>(std::chrono::steady_clock::now().time_since_epoch().count()),
+      static_cast<std::uint64_t>(::getpid()), ++count};
+  return checksum_of(facts, sizeof facts);
+}
+
+std::string temporary_state(const std::string& name, std::uint64_t save) {
+  char number[kSaveNumberLength + 1];
+  std::snprintf(number, sizeof number, "-%016llx", static_cast<unsigned long long>(save));
+  return std::string(kTemporaryPrefix) + name + number;
+}
+
+void remove_unfinished(const StateDirectory& directory) {
+  for (const std::string& name : directory.names()) {
+    const bool is_removed = name.starts_with(kRemovedPrefix) &&
+                            is_state_name(std::string_view(name).substr(kRemovedPrefix.size()));
+    if (is_removed || !state_of_temporary(name).empty()) remove_aloud(directory, name);
+  }
 }
 
 std::string find_state(const StateDirectory& directory) {
@@ -644,8 +667,9 @@ void check_size(const char* name, std::uint64_t bytes, std::uint64_t most_bytes)
 
 }  // namespace
 
-void publish_state(const StateDirectory& directory, const std::string& name, Json manifest, int keep,
-                   std::uint64_t most_bytes) {
+void publish_state(const StateDirectory& directory, const std::string& temporary_name, Json manifest,
+                   int keep, std::uint64_t most_bytes) {
+  const std::string name(state_of_temporary(temporary_name));
   std::string superseded;
   try {
     superseded = find_state(directory);
@@ -653,7 +677,7 @@ void publish_state(const StateDirectory& directory, const std::string& name, Jso
     // A damaged `latest` and no whole state supersede nothing.
   }
   const std::string target = superseded == name ? name + std::string(kAgain) : name;
-  const StateDirectory temporary = directory.subdirectory(temporary_state(name));
+  const StateDirectory temporary = directory.subdirectory(temporary_name);
   manifest["format"] = kFormat;
   const TensorIndex tensors = add_files(temporary, manifest);
   if (!superseded.empty()) check_same_parameters(directory, superseded, manifest.at("parameters"));
@@ -672,7 +696,7 @@ void publish_state(const StateDirectory& directory, const std::string& name, Jso
                 "cannot save in " + shown_path(directory.path()) + ": it has " + target +
                     ", which is no saved state and stays; move it, or give another directory");
   }
-  directory.rename(temporary_state(name), target);
+  directory.rename(temporary_name, target);
   directory.sync();
   directory.write_synced(kNextLatest, target + "\n");
   directory.rename(kNextLatest, kLatest);

@@ -55,8 +55,13 @@ std::string state_file_name(int rank, int ranks);
 // Whether a file of this name in the directory of a state is one that a save wrote.
 bool is_state_file(std::string_view name);
 
-// The directory that a state is written in until it is complete.
-std::string temporary_state(const std::string& name);
+// A number that no other save has.
+std::uint64_t new_save_number();
+// The directory that the state of this name is written in until it is complete. A rank of an earlier job that
+// was held up, as by a network file system, knows another number, so it cannot write into it.
+std::string temporary_state(const std::string& name, std::uint64_t save);
+// Removes what killed runs began to write or to remove. Requires: the StateLock.
+void remove_unfinished(const StateDirectory& directory);
 // The states in a directory by name, newest first, whole or not.
 std::vector<std::string> state_names(const StateDirectory& directory);
 // The name of the state that `latest` names or, where it names none, of the newest whole state. Empty when
@@ -160,7 +165,7 @@ void check_text(const std::string& trainer_state);
 // the earlier states but for the newest `keep` - 1. Requires: the manifest has "ranks".
 // Errors: throws kIoError, kCorruption; kInvalidArgument if the manifest is not UTF-8 or has more than
 // `most_bytes`, if two ranks saved the same elements or no rank did. Then the states before it stay.
-void publish_state(const StateDirectory& directory, const std::string& name, nlohmann::json manifest,
+void publish_state(const StateDirectory& directory, const std::string& temporary, nlohmann::json manifest,
                    int keep = 1, std::uint64_t most_bytes = kMostIndexBytes);
 
 }  // namespace forebay::internal

@@ -225,8 +225,8 @@ void Engine::Impl::save_state(const std::string& directory, const std::string& t
   end_save();
   Communicator& saving = state_ranks(directory);
   const bool saves_grid = &saving != &communicator;
-  const std::string name = internal::state_name(attempted_steps);
-  const std::string temporary = internal::temporary_state(name);
+  const std::uint64_t number = exchange(saving, internal::new_save_number()).front();
+  const std::string temporary = internal::temporary_state(internal::state_name(attempted_steps), number);
   std::optional<StateDirectory> files;
   std::optional<internal::StateLock> lock;
   agree(local_verdict([&] {
@@ -236,7 +236,7 @@ void Engine::Impl::save_state(const std::string& directory, const std::string& t
     internal::check_latest(*files);
     lock.emplace(*files, true);
     state_claims.check(*files);
-    files->remove(temporary);
+    internal::remove_unfinished(*files);
     files->make_subdirectory(temporary);
   }));
   try {
@@ -253,7 +253,7 @@ void Engine::Impl::save_state(const std::string& directory, const std::string& t
     }));
     agree(local_verdict([&] {
       if (saving.rank() != 0) return;
-      internal::publish_state(*files, name, state_manifest(trainer_state, saving.size()), keep);
+      internal::publish_state(*files, temporary, state_manifest(trainer_state, saving.size()), keep);
       state_claims.add(*files);
     }));
   } catch (const Error&) {
@@ -277,7 +277,8 @@ void Engine::Impl::begin_save(const std::string& directory, const std::string& t
   std::error_code unknown;
   const std::filesystem::path absolute = std::filesystem::absolute(directory, unknown);
   job.directory = unknown ? directory : absolute.string();
-  job.name = internal::state_name(attempted_steps);
+  const std::uint64_t number = exchange(saving, internal::new_save_number()).front();
+  job.temporary = internal::temporary_state(internal::state_name(attempted_steps), number);
   job.rank = saving.rank();
   job.ranks = saving.size();
   job.keep = keep;
@@ -289,8 +290,8 @@ void Engine::Impl::begin_save(const std::string& directory, const std::string& t
     internal::check_latest(files);
     job.lock = std::make_unique<internal::StateLock>(files, true);
     state_claims.check(files);
-    files.remove(internal::temporary_state(job.name));
-    files.make_subdirectory(internal::temporary_state(job.name));
+    internal::remove_unfinished(files);
+    files.make_subdirectory(job.temporary);
   }));
   if (saving.rank() == 0) job.manifest = state_manifest(trainer_state, saving.size());
   job.published = [this](const StateDirectory& files) { state_claims.add(files); };

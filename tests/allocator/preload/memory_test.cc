@@ -166,11 +166,12 @@ TEST(PreloadMemory, ACaptureGetsTheGraphsMemoryAndIsNotDisturbed) {
   run.expect_no_hazard();
 }
 
-TEST(PreloadMemory, ABlockFreedDuringACaptureIsUsedAgainAfterTheQueuedWork) {
+TEST(PreloadMemory, ABlockFreedDuringACaptureIsUsedAgainAfterACallThatWaits) {
   PreloadRun run(matter("late-free"), "arena", {{"FAKE_CUDA_LATENCY_NS", "100000000"}});
 
   EXPECT_EQ(run.finished.exit_code, 0);
-  EXPECT_EQ(run.finished.output, "next block: idle 1\n");
+  EXPECT_EQ(run.finished.output,
+            "next block: idle 0, the same 0, counted as free 1\nafter a plain free: the same 1\n");
   EXPECT_EQ(run.record().live_bytes, 0u);
   run.expect_no_hazard();
 }
@@ -319,6 +320,23 @@ TEST(PreloadMemory, TrimsAPoolWithoutAWaitForQueuedWork) {
   EXPECT_EQ(run.finished.output, "reserved less 1\n");
   EXPECT_EQ(run.unserved(), 0u);
   run.expect_no_hazard();
+}
+
+TEST(PreloadMemory, FreesOnDefaultStreamsOfThreadsDoNotWait) {
+  PreloadRun run(matter("frees-of-threads"), "arena", {{"FAKE_CUDA_MEMORY", "1073741824"}});
+
+  EXPECT_EQ(run.finished.exit_code, 0);
+  EXPECT_EQ(run.finished.output, "freed while all work waits, failures 0\n");
+  EXPECT_EQ(run.unserved(), 0u);
+  run.expect_no_hazard();
+}
+
+TEST(PreloadMemory, TheArenaServesAgainWhenTheProgramsPoolHasEnded) {
+  PreloadRun run(matter("pool-ended"));
+
+  EXPECT_EQ(run.finished.exit_code, 0);
+  EXPECT_EQ(run.served(PreloadServer::kOtherPool), 1u);
+  EXPECT_EQ(run.served(PreloadServer::kArena), 3u);
 }
 
 TEST(PreloadMemory, MemoryOfEndedStreamsServesAllOnceTheirWorkHasRun) {

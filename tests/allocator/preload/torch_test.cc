@@ -54,6 +54,18 @@ TEST(TorchAllocatorStreams, ABlockThatAnotherStreamUsesIsNotGivenOutAgain) {
   }
 }
 
+TEST(TorchAllocatorStreams, ABlockThatAThreadsDefaultStreamUsesIsNotGivenOutAgain) {
+  for (const char* use : {"record-thread", "shared-thread"}) {
+    SCOPED_TRACE(use);
+    PreloadRun run({program("torch_program"), CORE_LIBRARY, use}, "arena",
+                   {{"FAKE_CUDA_LATENCY_NS", "100000000"}, {"FAKE_CUDA_FREE_WAITS", "1"}});
+
+    EXPECT_EQ(run.finished.exit_code, 0);
+    EXPECT_EQ(run.finished.output, "idle 0: same block 0\n");
+    run.expect_no_hazard();
+  }
+}
+
 TEST(TorchAllocatorStreams, ACapturedStreamGetsNoMemoryThatItsOwnWorkMayStillUse) {
   for (const char* mode : {"none", "arena"}) {
     SCOPED_TRACE(mode);

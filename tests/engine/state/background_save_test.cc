@@ -271,7 +271,8 @@ TEST_F(BackgroundSave, ItsErrorsAreThoseOfAllRanksAndTheEngineGoesOn) {
     }
     throw_if_error(rank.communicator->barrier());
     if (rank.communicator->rank() == 0) {
-      EXPECT_FALSE(fs::exists(place(".saving-step-000000000002")));
+      for (const std::string& name : internal::StateDirectory(directory_).names())
+        EXPECT_NE(name.find(".saving-"), 0u) << name;
     }
     fails = false;
     EXPECT_EQ(engine.load_state(directory_), "x");
@@ -283,15 +284,37 @@ TEST_F(BackgroundSave, ItsErrorsAreThoseOfAllRanksAndTheEngineGoesOn) {
   });
 }
 
+std::string temporary_of_one(std::uint64_t save = 1) {
+  return internal::temporary_state(internal::state_name(1), save);
+}
+
+// One that was held up in its job's save and goes on when the next job saves the same step.
+TEST_F(BackgroundSave, ARankOfAnEarlierJobWritesIntoNoLaterState) {
+  const internal::StateDirectory directory(directory_);
+  directory.make_subdirectory(temporary_of_one(2));
+  internal::BackgroundSaveJob job;
+  job.directory = directory_;
+  job.temporary = temporary_of_one(1);
+  job.rank = 1;
+  job.ranks = 2;
+  job.copied = [] { return Status(); };
+  job.write = [](internal::StateFile file) { internal::StateFileWriter(std::move(file), {}, {}).finish(); };
+  internal::BackgroundSave save(std::move(job));
+
+  EXPECT_EQ(save.wait_for_file().code(), StatusCode::kIoError);
+
+  EXPECT_TRUE(fs::is_empty(place(temporary_of_one(2))));
+}
+
 // Removed while another rank's thread makes its file, the directory would stay.
 TEST_F(BackgroundSave, WhatAFailedSaveLeftIsRemovedWhenAllRanksKnow) {
   const internal::StateDirectory directory(directory_);
-  directory.make_subdirectory(internal::temporary_state("step-000000000001"));
-  const std::string temporary = place(internal::temporary_state("step-000000000001"));
+  directory.make_subdirectory(temporary_of_one());
+  const std::string temporary = place(temporary_of_one());
   {
     internal::BackgroundSaveJob job;
     job.directory = directory_;
-    job.name = "step-000000000001";
+    job.temporary = temporary_of_one();
     job.ranks = 3;
     job.lock = std::make_unique<internal::StateLock>(directory, true);
     job.copied = [] { return Status(); };
@@ -309,12 +332,12 @@ TEST_F(BackgroundSave, WhatAFailedSaveLeftIsRemovedWhenAllRanksKnow) {
 // On a busy machine all ranks would wait for a thread with less.
 TEST_F(BackgroundSave, TheThreadHasThePriorityOfItsCaller) {
   const internal::StateDirectory directory(directory_);
-  directory.make_subdirectory(internal::temporary_state("step-000000000001"));
+  directory.make_subdirectory(temporary_of_one());
   int policy = -1;
   int niceness = -1;
   internal::BackgroundSaveJob job;
   job.directory = directory_;
-  job.name = "step-000000000001";
+  job.temporary = temporary_of_one();
   job.rank = 1;
   job.ranks = 2;
   job.copied = [] { return Status(); };
@@ -333,11 +356,11 @@ TEST_F(BackgroundSave, TheThreadHasThePriorityOfItsCaller) {
 TEST_F(BackgroundSave, AFileThatIsRemovedBeforeTheStateHasItsNameIsAnError) {
   const internal::StateDirectory directory(directory_);
   for (const bool whole : {false, true}) {
-    const std::string name = internal::temporary_state("step-000000000001");
+    const std::string name = temporary_of_one();
     directory.make_subdirectory(name);
     internal::BackgroundSaveJob job;
     job.directory = directory_;
-    job.name = "step-000000000001";
+    job.temporary = temporary_of_one();
     job.ranks = 3;
     job.lock = std::make_unique<internal::StateLock>(directory, true);
     job.copied = [] { return Status(); };
@@ -357,11 +380,10 @@ TEST_F(BackgroundSave, AFileThatIsRemovedBeforeTheStateHasItsNameIsAnError) {
 // The object may live on, up to the next save of its engine.
 TEST_F(BackgroundSave, OthersMaySaveThereOnceTheStateHasItsName) {
   const internal::StateDirectory directory(directory_);
-  const std::string name = internal::state_name(1);
-  directory.make_subdirectory(internal::temporary_state(name));
+  directory.make_subdirectory(temporary_of_one());
   internal::BackgroundSaveJob job;
   job.directory = directory_;
-  job.name = name;
+  job.temporary = temporary_of_one();
   job.lock = std::make_unique<internal::StateLock>(directory, true);
   job.copied = [] { return Status(); };
   job.write = [](internal::StateFile file) { internal::StateFileWriter(std::move(file), {}, {}).finish(); };
@@ -373,7 +395,7 @@ TEST_F(BackgroundSave, OthersMaySaveThereOnceTheStateHasItsName) {
 
   ASSERT_TRUE(save.wait().ok()) << save.wait().message();
 
-  EXPECT_TRUE(fs::exists(place(name)));
+  EXPECT_TRUE(fs::exists(place(internal::state_name(1))));
   EXPECT_NO_THROW(internal::StateLock(directory, true));
 }
 

@@ -346,11 +346,15 @@ int capture() {
   return 0;
 }
 
-// A plain free while a capture goes on cannot wait; the block is used again only after the queued work.
+// A plain free while a capture goes on cannot wait. It is completed by a call that waits, and by no
+// allocation.
 int late_free() {
   CuStream captured = new_stream();
   CuStream other = new_stream();
   CuDevicePtr block = 0, next = 0;
+  CHECK_CU(driver.cuMemAlloc_v2(&next, kMiB));
+  CHECK_CU(driver.cuMemFree_v2(next));
+  const std::uint64_t free_before = free_bytes();
   CHECK_CU(driver.cuMemAlloc_v2(&block, kMiB));
   CHECK_CU(driver.cuStreamBeginCapture_v2(captured, CuCaptureMode::kRelaxed));
   CuCaptureMode mode = CuCaptureMode::kRelaxed;
@@ -360,10 +364,72 @@ int late_free() {
   CHECK_CU(driver.cuThreadExchangeStreamCaptureMode(&mode));
   CuGraph graph = nullptr;
   CHECK_CU(driver.cuStreamEndCapture(captured, &graph));
+  const std::uint64_t free_with_it = free_bytes();
   CHECK_CU(driver.cuMemAlloc_v2(&next, kMiB));
-  std::printf("next block: idle %d\n", is_idle(other));
+  std::printf("next block: idle %d, the same %d, counted as free %d\n", is_idle(other), next == block,
+              free_with_it >= free_before);
   CHECK_CU(driver.cuMemFree_v2(next));
+  bool is_back = false;
+  CuDevicePtr two[2] = {};
+  for (CuDevicePtr& one : two) {
+    CHECK_CU(driver.cuMemAlloc_v2(&one, kMiB));
+    is_back |= one == block;
+  }
+  std::printf("after a plain free: the same %d\n", is_back);
+  for (const CuDevicePtr one : two) CHECK_CU(driver.cuMemFree_v2(one));
   CHECK_CU(driver.cuGraphDestroy(graph));
+  return 0;
+}
+
+// Frees on default streams of threads whose work waits for the thread: of a block that is known outside, and
+// by more threads than have a stream of the arena's each.
+int frees_of_threads() {
+  std::atomic<bool> is_open{false};
+  const auto wait_at_gate = [](void* gate) {
+    while (!*static_cast<std::atomic<bool>*>(gate)) std::this_thread::yield();
+  };
+  constexpr int kThreads = 40;
+  std::atomic<int> freed{0}, failures{0};
+  std::vector<std::thread> threads;
+  for (int i = 0; i < kThreads; ++i) {
+    threads.emplace_back([&, i] {
+      CuDevicePtr block = 0;
+      CuIpcMemHandle handle = {};
+      const bool is_known = i % 2 == 0;
+      const bool well = driver.cuCtxSetCurrent(context) == CuResult::kSuccess &&
+                        driver.cuMemAlloc_v2(&block, 2 * kMiB) == CuResult::kSuccess &&
+                        (!is_known || driver.cuIpcGetMemHandle(&handle, block) == CuResult::kSuccess) &&
+                        per_thread.cuLaunchHostFunc(nullptr, wait_at_gate, &is_open) == CuResult::kSuccess &&
+                        per_thread.cuMemFreeAsync(block, nullptr) == CuResult::kSuccess;
+      failures += !well;
+      ++freed;
+      while (!is_open) std::this_thread::yield();
+      failures += per_thread.cuStreamSynchronize(nullptr) != CuResult::kSuccess;
+    });
+  }
+  while (freed < kThreads) std::this_thread::yield();
+  std::printf("freed while all work waits, failures %d\n", failures.load());
+  is_open = true;
+  for (std::thread& thread : threads) thread.join();
+  CHECK_CU(driver.cuCtxSynchronize());
+  return failures;
+}
+
+// The end of the current pool makes the default one current again.
+int pool_ended() {
+  CuMemoryPool pool = nullptr;
+  CuMemPoolProps properties = {};
+  properties.type = CuMemAllocationType::kPinned;
+  properties.location = {CuMemLocationType::kDevice, 0};
+  CuDevicePtr block = 0;
+  CuStream stream = new_stream();
+  CHECK_CU(driver.cuMemPoolCreate(&pool, &properties));
+  CHECK_CU(driver.cuDeviceSetMemPool(0, pool));
+  CHECK_CU(driver.cuMemAllocAsync(&block, kMiB, stream));
+  CHECK_CU(driver.cuMemFreeAsync(block, stream));
+  CHECK_CU(driver.cuStreamSynchronize(stream));
+  CHECK_CU(driver.cuMemPoolDestroy(pool));
+  for (int i = 0; i < 3; ++i) CHECK_CU(driver.cuMemAllocAsync(&block, kMiB, stream));
   return 0;
 }
 
@@ -1175,6 +1241,8 @@ int run(const std::string& matter) {
                                                                {"make-way", make_way},
                                                                {"ended-streams", ended_streams},
                                                                {"trim-beside-work", trim_beside_work},
+                                                               {"frees-of-threads", frees_of_threads},
+                                                               {"pool-ended", pool_ended},
                                                                {"pinned-again", pinned_again},
                                                                {"handles", handles},
                                                                {"buffer-ids", buffer_ids},

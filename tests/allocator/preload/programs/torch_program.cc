@@ -1,6 +1,6 @@
 // Does the same as PyTorch with a pluggable allocator: opens the library by its path, finds the functions by
 // their names, and allocates, uses and frees on streams. It also takes some memory from the driver.
-//   torch_program PATH_OF_CORE [full | record | capture | pinned]
+//   torch_program PATH_OF_CORE [full | record | record-thread | shared-thread | capture | pinned]
 #include <sys/types.h>
 
 #include <algorithm>
@@ -105,6 +105,35 @@ int record_use(CuContext context) {
   return 0;
 }
 
+// The default stream of this thread uses the block last: it is recorded, or the block is freed there, known
+// outside.
+int use_thread_last(CuContext context, bool is_known) {
+  constexpr ssize_t kBytes = 4 << 20;
+  CHECK_CU(driver.cuCtxSetCurrent(context));
+  const CuStream own = reinterpret_cast<CuStream>(std::uintptr_t{2});  // CU_STREAM_PER_THREAD.
+  CuStream stream = nullptr, other = nullptr;
+  CHECK_CU(driver.cuStreamCreate(&stream, kStreamNonBlocking));
+  CHECK_CU(driver.cuStreamCreate(&other, kStreamNonBlocking));
+  void* const block = allocate(kBytes, 0, stream);
+  CHECK(block != nullptr);
+  CuIpcMemHandle handle = {};
+  if (is_known) CHECK_CU(driver.cuIpcGetMemHandle(&handle, address_of(block)));
+  for (int i = 0; i < 5; ++i) CHECK_CU(driver.cuMemsetD8Async(address_of(block), 1, 4096, own));
+  if (!is_known) record_stream(block, own);
+  give_back(block, kBytes, 0, is_known ? own : stream);
+  void* next = nullptr;
+  bool is_idle = false;
+  std::thread([&] {
+    (void)driver.cuCtxSetCurrent(context);
+    next = allocate(kBytes, 0, other);
+  }).join();
+  is_idle = driver.cuStreamQuery(own) == CuResult::kSuccess;
+  std::printf("idle %d: same block %d\n", is_idle, next == block);
+  CHECK_CU(driver.cuStreamSynchronize(own));
+  give_back(next, kBytes, 0, other);
+  return 0;
+}
+
 // The graph may run on any stream, so it gets no memory that work queued on the captured stream may still
 // use.
 int capture(CuContext context) {
@@ -176,6 +205,8 @@ int run(const char* core, const std::string& what) {
   CHECK_CU(driver.cuDevicePrimaryCtxRetain(&context, 0));
   CHECK_CU(driver.cuCtxSetCurrent(context));
   if (what == "record") return record_use(context);
+  if (what == "record-thread") return use_thread_last(context, false);
+  if (what == "shared-thread") return use_thread_last(context, true);
   if (what == "capture") return capture(context);
   if (what == "pinned") return pinned(context);
   if (what == "strange") return strange(context);
