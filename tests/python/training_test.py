@@ -3,9 +3,11 @@
 One rank in this process; two and three as processes under torchrun.
 """
 
+import contextlib
 import copy
 import datetime
 import gc
+import itertools
 import json
 import os
 import pickle
@@ -771,6 +773,46 @@ class OneRank(unittest.TestCase):
             with forebay.gathered(model, write=True):
                 model.weight.mul_(2)
             step()
+
+    def test_writes_in_place_that_stage_3_or_a_master_loses_are_refused(self):
+        """In a pass after the first steps, in a block that only reads, and of a parameter that was frozen after the first step."""
+        def write(weight):
+            with torch.no_grad():
+                weight.fill_(0.25)
+
+        for options, where in itertools.product(({"stage": 3}, {"stage": 3, "offload": "optimizer"}, {"stage": 2, "offload": "optimizer"}),
+                                                ("pass", "block", "frozen")):
+            with self.subTest(options, where=where):
+                model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+                writes = []
+                model[0].register_forward_pre_hook(lambda module, _: write(module.weight) if writes else None)
+                forebay.shard(model, **options)
+                optimizer = forebay.AdamW(model, lr=1e-2)
+
+                def step():
+                    optimizer.zero_grad()
+                    model(torch.ones(2, 4)).square().sum().backward()
+                    optimizer.step()
+
+                for _ in range(3):
+                    step()
+                if where == "pass":
+                    writes.append(True)
+                elif where == "block":
+                    with forebay.gathered(model):
+                        write(model[0].weight)
+                else:
+                    model[0].requires_grad_(False)
+                    step()
+                    with contextlib.nullcontext() if options["stage"] == 2 else forebay.gathered(model):
+                        write(model[0].weight)
+                with self.assertRaisesRegex(forebay.InvalidArgument, "0.weight was written in place"):
+                    step()
+                writes.clear()
+                optimizer.zero_grad()
+                with forebay.gathered(model, write=True):
+                    pass
+                step()
 
     def test_weights_are_there_when_a_step_has_returned(self):
         """At stages 0 to 2 the program may read and write them then, as SWA does."""

@@ -310,8 +310,9 @@ class Unit:
                 raise
             raise InvalidArgument(f"{self.name} has more backward than forward passes since the last backward(); call backward() once "
                                   "on the sum of these losses, or optimizer.zero_grad() and the model again; a module that runs "
-                                  "twice needs checkpointing with use_reentrant=False, requires_grad must not change between these "
-                                  "forward passes, and with autograd.grad(create_graph=True) one pass takes all inputs, as "
+                                  "twice or shares weights needs checkpointing with use_reentrant=False, a penalty on weights is "
+                                  "computed after the forward pass, requires_grad must not change between these forward passes, and "
+                                  "with autograd.grad(create_graph=True) one pass takes all inputs, as "
                                   "model(torch.cat([real, fake]))") from error
         self.in_backward = True
         self.given.clear()
@@ -505,17 +506,21 @@ class Sharded:
                                       "forebay.gathered(model, write=True). Such a block takes over the tensors assigned before, too")
 
     def refuse_written(self) -> None:
-        """Errors: InvalidArgument for a weight that the program wrote in place, where steps make it of a master elsewhere."""
+        """Errors: InvalidArgument for a weight that the program wrote in place, where that is lost."""
         has_masters = (self.options.get("offload") not in (None, "none")
                        or self.dtype != torch.float32 and self.options.get("master_weights") is not False)
-        if self.stage == 3 or not has_masters:  # At stage 3 the guard finds it.
+        if self.stage != 3 and not has_masters:
             return
         with guard.unwatched():
-            written = next((p for p in self.stand_ins if self.versions.setdefault(p, _VERSION(p)) != _VERSION(p)), None)
-        if written is not None:
-            raise InvalidArgument(f"{self.names[written]} was written in place, and steps and saved states would lose that, since they are "
-                                  "of fp32 or offloaded master weights; write within forebay.gathered(model, write=True). An empty block of "
-                                  "that takes over what was written, and leaves the masters of other elements")
+            written = next((p for p in {**self.versions, **self.stand_ins} if self.versions.setdefault(p, _VERSION(p)) != _VERSION(p)), None)
+        if written is None:
+            return
+        if self.stage == 3:
+            raise InvalidArgument(f"{self.names[written]} was written in place, and that is lost, since at stage 3 the engine keeps the weights "
+                                  "elsewhere between their uses; write within forebay.gathered(model, write=True), after the step")
+        raise InvalidArgument(f"{self.names[written]} was written in place, and steps and saved states would lose that, since they are "
+                              "of fp32 or offloaded master weights; write within forebay.gathered(model, write=True). An empty block of "
+                              "that takes over what was written, and leaves the masters of other elements")
 
     def _families(self) -> List[Tuple[nn.Module, List[Optional[nn.Module]], int]]:
         """Each module, its children, and the number of its own parameters."""
@@ -595,7 +600,7 @@ class Sharded:
         self.memory = min(self.addresses), max(p.data_ptr() + p.nbytes for p in self.parameters)  # They lie within.
         self.updated = {p for p in self.parameters if p.requires_grad}
         self._note_frozen()
-        self.versions = {p: p._version for p in self.stand_ins}
+        self.versions = {p: p._version for p in (self.parameters if self.stage == 3 else self.stand_ins)}
         self.guard = guard.Guard(self, always=bool(self.given.get("check")))
         memory.watch(self)
         if self.device.type == "cpu":

@@ -1,6 +1,7 @@
 #include "runtime/command/state/state_export.h"
 
 #include <fcntl.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -233,12 +234,26 @@ void refuse_files_of_others(const std::vector<std::string>& paths) {
 }
 
 // So that a crash after the export does not undo a renaming.
-void sync_directory_of(const std::string& path) {
-  const std::size_t end = path.rfind('/');
-  const std::string directory = end == std::string::npos ? "." : path.substr(0, end + 1);
-  const internal::Descriptor opened(::open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
-  if (opened.number() >= 0) ::fsync(opened.number());  // Some file systems refuse; the files are complete.
-}
+class TargetDirectory {
+ public:
+  explicit TargetDirectory(const std::string& path) {
+    const std::size_t end = path.rfind('/');
+    const std::string directory = end == std::string::npos ? "." : path.substr(0, end + 1);
+    opened_ = internal::Descriptor(::open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  }
+  // From now on no other export gives names there.
+  void lock() const {
+    while (opened_.number() >= 0 && ::flock(opened_.number(), LOCK_EX) != 0 && errno == EINTR) {
+    }
+  }
+  // Some file systems refuse; the files are complete.
+  void sync() const {
+    if (opened_.number() >= 0) ::fsync(opened_.number());
+  }
+
+ private:
+  internal::Descriptor opened_;
+};
 
 }  // namespace
 
@@ -289,10 +304,13 @@ std::vector<std::string> export_state(SavedStateReader& state, const StateExport
     index.write(text.data(), text.size());
     index.sync();
   }
-  // An earlier export with as many files has the same names: its index would go with files of both.
-  if (shards.size() > 1 && ::unlink(paths.back().c_str()) == 0) sync_directory_of(options.to);
+  // An earlier export with as many files has the same names, as has one at the same time: its index would go
+  // with files of both.
+  const TargetDirectory target(options.to);
+  target.lock();
+  if (shards.size() > 1 && ::unlink(paths.back().c_str()) == 0) target.sync();
   for (const std::unique_ptr<NewFile>& file : files) file->rename_to_path();
-  sync_directory_of(options.to);
+  target.sync();
   return paths;
 }
 

@@ -264,9 +264,10 @@ class DeviceReader {
     event->action = action == nullptr ? Action::kOther : parse_action(Pickle::text_of(*action));
     if (event->action == Action::kOther) return {};
     const bool is_refusal = event->action == Action::kOutOfMemory;
-    const bool has_address = is_refusal || number(entry, "addr", &event->address);
-    if (!has_address || !number(entry, "size", &event->bytes) ||
-        (event->bytes > kTraceBlockLimit && !is_refusal)) {
+    const bool has_size = number(entry, "size", &event->bytes) && event->bytes <= kTraceBlockLimit;
+    if (is_refusal && !has_size) {
+      event->bytes = kTraceBlockLimit + 1;  // As of a difference below zero: no device has it.
+    } else if (!has_size || !(is_refusal || number(entry, "addr", &event->address))) {
       return refuse("event " + std::to_string(index + 1) + " (" + std::string(Pickle::text_of(*action)) +
                     "): it has no usable addr and size, or a negative one; give an undamaged snapshot");
     }

@@ -1,12 +1,15 @@
 // Saved training state without an engine: shown, verified and exported; and bad input, which is refused in
 // words.
 
+#include <fcntl.h>
 #include <gtest/gtest.h>
+#include <sys/file.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <cerrno>
+#include <chrono>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
@@ -17,6 +20,7 @@
 #include <nlohmann/json.hpp>
 #include <sstream>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -457,6 +461,34 @@ TEST_F(StateCommand, TwoExportsToOneFileLeaveAWholeOne) {
   });
   EXPECT_EQ(TensorFile(to).values<float>("wte").back(), value_of(0, 2099));
   EXPECT_EQ(files(), std::vector<std::string>{"m.safetensors"});
+}
+
+// With the names of one the files of another would go.
+TEST_F(StateCommand, ExportsGiveTheirFilesNamesInTurn) {
+  save();
+  SavedStateReader state(directory_);
+  const int other = ::open(root_.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  ASSERT_EQ(::flock(other, LOCK_EX), 0);
+  std::thread exporter([&] {
+    export_state(state, {.to = root_ + "/m.safetensors", .max_shard_bytes = 2430},
+                 [](std::uint64_t, std::uint64_t) {});
+  });
+  const auto count = [&](const char* word) {
+    std::size_t found = 0;
+    for (const auto& entry : std::filesystem::directory_iterator(root_))
+      found += entry.path().filename().string().find(word) != std::string::npos;
+    return found;
+  };
+  while (count("index.json") == 0) std::this_thread::yield();
+  for (int look = 0; look < 20; ++look) {
+    EXPECT_EQ(count(".exporting."), 4u);
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  ASSERT_EQ(::flock(other, LOCK_UN), 0);
+  exporter.join();
+  ::close(other);
+  EXPECT_EQ(count(".exporting."), 0u);
+  EXPECT_EQ(count("m"), 4u);
 }
 
 // Three files and the index; the directory is synced last, and some file systems refuse that.

@@ -94,8 +94,9 @@ TEST(TorchSnapshot, OddHistoriesAreTakenAndCounted) {
                                                    {"free_completed", 0x1000, 12},
                                                    {"free_completed", 0x1000, 12},
                                                    {"dance", 0x1000, 12},
-                                                   {"oom", 5, 99}}));
-  EXPECT_EQ(trace.notes.size(), 4u);
+                                                   {"oom", 5, 99},
+                                                   {"oom", 5, std::uint64_t{1} << 50}}));
+  EXPECT_EQ(trace.notes.size(), 5u);
   ASSERT_TRUE(trace.failure.has_value());
   EXPECT_EQ(trace.failure->bytes, 99u);
   EXPECT_EQ(trace.failure->device_free_bytes, 5u);
