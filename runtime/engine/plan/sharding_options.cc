@@ -613,15 +613,15 @@ Status check_sharding_options(const ShardingOptions& options) {
   return {};
 }
 
-Status check_offload_given(const ShardingOptions& options) {
+Status check_offload_given(const ShardingOptions& options, const std::string& dashes) {
   const bool in_files = options.tier == Tier::kFile;
   if (options.offload != Offload::kNone ||
       !(in_files || options.offload_auto || options.offload_fraction != ShardingOptions().offload_fraction)) {
     return {};
   }
-  return refuse(std::string(in_files ? "offload-tier" : "offload-fraction") +
-                " says how to offload and nothing is offloaded; add offload optimizer, or "
-                "optimizer+parameters at stage 3");
+  return refuse(dashes + (in_files ? "offload-tier" : "offload-fraction") +
+                " says how to offload and nothing is offloaded; add " + dashes +
+                "offload optimizer, or optimizer+parameters at stage 3");
 }
 
 const char* offload_name(Offload offload) noexcept {

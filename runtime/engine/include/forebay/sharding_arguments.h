@@ -63,7 +63,7 @@ class ShardingArguments {
       const Status status = set_option(options, row.name, turned ? other : argument.word);
       if (!status.ok()) return dashed(status);
     }
-    if (const Status status = check_offload_given(options); !status.ok()) return dashed(status);
+    FOREBAY_RETURN_IF_ERROR(check_offload_given(options, "--"));
     if (options.shard_within_group && text("order").compare(0, 6, "group:") != 0) {
       return {StatusCode::kInvalidArgument,
               "--shard-within group needs to know the groups; add --order group:G"};

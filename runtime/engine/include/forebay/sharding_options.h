@@ -198,8 +198,8 @@ std::string option_lines(const ShardingOptions& options, bool OptionRow::*part);
 // Errors: kInvalidArgument; the message begins with an option's name.
 Status check_sharding_options(const ShardingOptions& options);
 // Refuses options that say how to offload if nothing is offloaded. Errors: kInvalidArgument; the message
-// begins with the option.
-Status check_offload_given(const ShardingOptions& options);
+// begins with the option. `dashes`: "--" for a command line, in front of each option.
+Status check_offload_given(const ShardingOptions& options, const std::string& dashes = "");
 
 const char* offload_name(Offload offload) noexcept;           // "none", "optimizer", "optimizer+parameters"
 const char* tier_name(Tier tier) noexcept;                    // "cpu", "nvme"
