@@ -137,12 +137,11 @@ constexpr std::size_t kLineFloats = 64 / sizeof(float);
 // 8 % slower on a processor whose prefetchers stop at each page.
 constexpr std::size_t kPrefetchBytes = 512;
 
-// `ahead`: elements from the turn's own; 0: kPrefetchBytes.
-template <std::size_t ahead = 0, class T>
-HWY_INLINE void prefetch_turn(const T* source) {
+// `ahead`: elements.
+template <class T>
+HWY_INLINE void prefetch_turn(const T* source, std::size_t ahead = kPrefetchBytes / sizeof(T)) {
   constexpr std::size_t kLineCount = 64 / sizeof(T);
-  for (std::size_t i = 0; i < kTurnCount; i += kLineCount)
-    hwy::Prefetch(source + (ahead > 0 ? ahead : kPrefetchBytes / sizeof(T)) + i);
+  for (std::size_t i = 0; i < kTurnCount; i += kLineCount) hwy::Prefetch(source + ahead + i);
 }
 
 // A group of vectors that are updated side by side: while the roots and quotients of some are computed, the
@@ -874,12 +873,11 @@ HWY_NOINLINE bool compute_moments(const AdamWArguments& a, const BlockConstants&
   BlockRange range;
   for (std::size_t i = 0; i < kMomentBlockCount; i += kGroupCount) {
     if (kGroupCount == kTurnCount || i % kTurnCount == 0) {
-      // Each loop fetches what the other does not, so that neither has more lines on their way than a
-      // processor follows: 3 to 9 % of a step from memory on a Xeon with AVX-512 against all of it here, 512
-      // bytes ahead.
-      prefetch_turn<4 * kMomentBlockCount>(gradient + i);
-      prefetch_turn<4 * kMomentBlockCount>(m_codes + i);
-      prefetch_turn<4 * kMomentBlockCount>(v_codes + i);
+      // The second loop fetches the master, so that neither has more lines on their way than a processor
+      // follows: 4 to 8 % faster, dithered, on a Xeon with AVX-512 than all of it here, 512 bytes ahead.
+      prefetch_turn(gradient + i, 4 * kMomentBlockCount);
+      prefetch_turn(m_codes + i, 4 * kMomentBlockCount);
+      prefetch_turn(v_codes + i, 4 * kMomentBlockCount);
     }
     FloatVector g[kGroupVectors], m[kGroupVectors], v[kGroupVectors];
     load_group<gradient_type>(words, gradient + i, g);

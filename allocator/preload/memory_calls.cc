@@ -60,10 +60,7 @@ DriverResult driver_result(const Status& status) {
   }
 }
 
-}  // namespace
-
-namespace {
-// By the sizes that were asked for.
+// The bytes of the frees that are put off, by the sizes that were asked for.
 std::size_t waiting_bytes(int device) {
   std::size_t bytes = 0;
   waiting_frees().visit([&](const WaitingFree& free) {
@@ -71,6 +68,7 @@ std::size_t waiting_bytes(int device) {
   });
   return bytes;
 }
+
 }  // namespace
 
 void finish_waiting_frees() {

@@ -37,7 +37,8 @@ void* forebay_torch_alloc(ssize_t bytes, int device, void* stream);
 /* Frees a block. Its last use is queued on `stream`. */
 void forebay_torch_free(void* block, ssize_t bytes, int device, void* stream);
 
-/* Says that `stream` uses the block too: its memory is reused only after that work. */
+/* Says that `stream` uses the block too: its memory is reused only after that work. A thread's default stream
+   cannot be named by other threads, so only its work that is queued by now counts: call this after that. */
 void forebay_torch_record_stream(void* block, void* stream);
 
 #ifdef __cplusplus

@@ -370,7 +370,7 @@ def load(model: nn.Module, path: Path) -> List[str]:
     files = ([os.path.join(path, name) for name in sorted(os.listdir(path)) if name.endswith(".safetensors")]
              if os.path.isdir(path) else [os.fspath(path)])
     if not files and os.path.exists(os.path.join(path, "latest")):
-        raise InvalidArgument(f"{path} has no *.safetensors, and a state that was saved; give it to forebay.restore()")
+        raise InvalidArgument(f"{path} has no *.safetensors and is a saved state; give it to forebay.restore()")
     if not files:
         raise InvalidArgument(f"{path} has no *.safetensors; give a file or a directory with some")
     by_name = dict(model.named_parameters(remove_duplicate=False))
@@ -557,14 +557,13 @@ def save(model: nn.Module, directory: Path, state: Any = None, background: bool 
     with unwatched():
         shapes = {sharded.names[p]: {"shape": list(p.shape), "dtype": str(p.dtype).replace("torch.", "")}
                   for p in sharded.parameters}
+    saved = {"parameters": shapes, "buffers": _encoded_others(model), "extra": _extra_states(model), "state": state}
     try:
-        own = json.dumps(state)
+        text = json.dumps(saved).encode()
     except (TypeError, ValueError, RecursionError) as error:
         if isinstance(error, TypeError):
             _refuse_no_json(state, "state")
-        raise InvalidArgument(f"JSON cannot hold `state`: {error}") from None
-    described = {"parameters": shapes, "buffers": _encoded_others(model), "extra": _extra_states(model)}
-    text = f'{json.dumps(described)[:-1]}, "state": {own}}}'.encode()
+        raise InvalidArgument(f"JSON cannot hold `state`: {error}; give numbers, text, lists and dicts") from None
     if background and not sharded.options.get("save_async"):
         raise InvalidArgument("save(background=True) needs host memory for a copy; give shard(save_async=True), or leave out "
                               "background")

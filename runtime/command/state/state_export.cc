@@ -233,7 +233,7 @@ void refuse_files_of_others(const std::vector<std::string>& paths) {
   }
 }
 
-// So that a crash after the export does not undo a renaming.
+// The directory of the files to come.
 class TargetDirectory {
  public:
   explicit TargetDirectory(const std::string& path) {
@@ -246,7 +246,8 @@ class TargetDirectory {
     while (opened_.number() >= 0 && ::flock(opened_.number(), LOCK_EX) != 0 && errno == EINTR) {
     }
   }
-  // Some file systems refuse; the files are complete.
+  // So that a crash after the export does not undo a renaming. Some file systems refuse; the files are
+  // complete.
   void sync() const {
     if (opened_.number() >= 0) ::fsync(opened_.number());
   }

@@ -85,9 +85,9 @@ std::string dump(const auto& json, int indent) {
 std::string_view state_of_temporary(std::string_view name) {
   if (!name.starts_with(kTemporaryPrefix)) return {};
   name.remove_prefix(kTemporaryPrefix.size());
-  const std::size_t dash = name.size() - std::min(name.size(), kSaveNumberLength);
-  if (name[dash] == '-' && name.find_first_not_of("0123456789abcdef", dash + 1) == std::string_view::npos)
-    name = name.substr(0, dash);
+  const std::string_view end = name.substr(name.size() - std::min(name.size(), kSaveNumberLength));
+  if (end.starts_with('-') && end.find_first_not_of("0123456789abcdef", 1) == std::string_view::npos)
+    name.remove_suffix(end.size());
   return is_state_name(name) ? name : std::string_view();
 }
 
@@ -702,7 +702,6 @@ void publish_state(const StateDirectory& directory, const std::string& temporary
   directory.rename(kNextLatest, kLatest);
   directory.sync();
   try {
-    remove_unfinished(directory);
     remove_all_but(directory, target, std::max(keep, 1));
   } catch (const std::exception& error) {
     // The new state has its name.

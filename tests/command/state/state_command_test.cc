@@ -4,12 +4,13 @@
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <sys/file.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cerrno>
-#include <chrono>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
@@ -469,9 +470,11 @@ TEST_F(StateCommand, ExportsGiveTheirFilesNamesInTurn) {
   SavedStateReader state(directory_);
   const int other = ::open(root_.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   ASSERT_EQ(::flock(other, LOCK_EX), 0);
+  std::atomic<bool> has_ended{false};
   std::thread exporter([&] {
     export_state(state, {.to = root_ + "/m.safetensors", .max_shard_bytes = 2430},
                  [](std::uint64_t, std::uint64_t) {});
+    has_ended = true;
   });
   const auto count = [&](const char* word) {
     std::size_t found = 0;
@@ -479,11 +482,18 @@ TEST_F(StateCommand, ExportsGiveTheirFilesNamesInTurn) {
       found += entry.path().filename().string().find(word) != std::string::npos;
     return found;
   };
-  while (count("index.json") == 0) std::this_thread::yield();
-  for (int look = 0; look < 20; ++look) {
-    EXPECT_EQ(count(".exporting."), 4u);
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
+  struct stat facts {};
+  ASSERT_EQ(::fstat(other, &facts), 0);
+  const std::string inode = ':' + std::to_string(facts.st_ino) + ' ';
+  const auto waits_for_lock = [&] {
+    std::ifstream locks("/proc/locks");
+    for (std::string line; std::getline(locks, line);) {
+      if (line.find("-> FLOCK") != std::string::npos && line.find(inode) != std::string::npos) return true;
+    }
+    return false;
+  };
+  while (!has_ended && !waits_for_lock()) std::this_thread::yield();
+  EXPECT_EQ(count(".exporting."), 4u);
   ASSERT_EQ(::flock(other, LOCK_UN), 0);
   exporter.join();
   ::close(other);

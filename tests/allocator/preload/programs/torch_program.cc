@@ -122,12 +122,11 @@ int use_thread_last(CuContext context, bool is_known) {
   if (!is_known) record_stream(block, own);
   give_back(block, kBytes, 0, is_known ? own : stream);
   void* next = nullptr;
-  bool is_idle = false;
   std::thread([&] {
     (void)driver.cuCtxSetCurrent(context);
     next = allocate(kBytes, 0, other);
   }).join();
-  is_idle = driver.cuStreamQuery(own) == CuResult::kSuccess;
+  const bool is_idle = driver.cuStreamQuery(own) == CuResult::kSuccess;
   std::printf("idle %d: same block %d\n", is_idle, next == block);
   CHECK_CU(driver.cuStreamSynchronize(own));
   give_back(next, kBytes, 0, other);
