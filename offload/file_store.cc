@@ -14,9 +14,7 @@
 #include <system_error>
 #include <utility>
 
-#define XXH_STATIC_LINKING_ONLY
-#include <xxhash.h>
-
+#include "forebay/checksum.h"
 #include "forebay/standard_streams.h"
 #include "forebay/stream_copy.h"
 #include "forebay/text.h"
@@ -57,8 +55,8 @@ constexpr std::size_t kDirectoriesMax = 64;
 
 constexpr std::uint64_t kNeverWritten = 0;
 
-std::uint64_t checksum_of(const std::byte* memory, std::size_t bytes) {
-  const std::uint64_t sum = XXH3_64bits(memory, bytes);
+std::uint64_t kept_checksum_of(const std::byte* memory, std::size_t bytes) {
+  const std::uint64_t sum = checksum_of(memory, bytes);
   return sum == kNeverWritten ? 1 : sum;
 }
 
@@ -501,7 +499,7 @@ class FileStore final : public Store {
       // The checksum is of the bytes on their way to the drive, so a reader finds memory that its owner
       // changed meanwhile.
       visit_granules(operation, [](std::uint64_t& checksum, const std::byte* memory, std::size_t bytes) {
-        checksum = checksum_of(memory, bytes);
+        checksum = kept_checksum_of(memory, bytes);
         return true;
       });
     }
@@ -591,7 +589,7 @@ class FileStore final : public Store {
     std::uint64_t offset = operation.offset;
     const bool intact =
         visit_granules(operation, [&](std::uint64_t& checksum, const std::byte* memory, std::size_t bytes) {
-          if (checksum != kNeverWritten && checksum != checksum_of(memory, bytes)) return false;
+          if (checksum != kNeverWritten && checksum != kept_checksum_of(memory, bytes)) return false;
           offset += bytes;
           return true;
         });

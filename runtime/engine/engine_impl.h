@@ -309,10 +309,12 @@ struct Engine::Impl : StepContext {
   void read_part(const SavedPart& part, std::vector<float>& memory);
   bool is_copied_as_saved(const SavedPart& part) const;
   std::uint64_t copied_bytes(const SavedPart& part) const;
-  void read_copied_part(const SavedPart& part, std::byte* copied, std::vector<float>& memory);
+  void read_copied_part(const SavedPart& part, const std::byte* copied, std::vector<float>& memory) const;
   Communicator& state_ranks(const std::string& directory);
   bool saves(int unit, const ParameterShape& parameter) const;
-  void write_values(internal::StateFile target, const SavedFile& saved, const PartReader& read) const;
+  // `kept`: of each part its values, which stay; or null, and `read` gives them.
+  void write_values(internal::StateFile target, const SavedFile& saved,
+                    const std::vector<const std::byte*>& kept, const PartReader& read) const;
   nlohmann::json state_manifest(const std::string& trainer_state, int saving_ranks) const;
   std::string load_state(const std::string& directory, std::optional<std::uint64_t> step);
   std::string load_state(Communicator& loading, const std::string& directory, const std::string& name);

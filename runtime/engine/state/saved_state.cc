@@ -4,6 +4,7 @@
 #include <cstring>
 #include <string_view>
 
+#include "forebay/checksum.h"
 #include "forebay/error.h"
 #include "forebay/text.h"
 #include "forebay/units.h"

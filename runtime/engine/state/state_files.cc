@@ -20,6 +20,7 @@
 #include <utility>
 
 #include "forebay/check.h"
+#include "forebay/checksum.h"
 #include "forebay/error.h"
 #include "forebay/log.h"
 #include "forebay/text.h"
@@ -42,11 +43,12 @@ constexpr std::uint64_t kMostLatestBytes = 64;
 
 // A rank's file is written in pieces of this size, a huge page. A disk takes one in few requests, each of
 // which interrupts a processor. Smaller: more requests. Larger: leaves the processor's cache.
-constexpr std::uint64_t kBufferBytes = 2 << 20;
+constexpr std::uint64_t kPieceBytes = 2 << 20;
 constexpr std::uint64_t kPageBytes = 4096;  // Every disk takes whole pages of this size.
-
-// Elements that stay in the processor's cache from their copy to their checksum.
-constexpr std::uint64_t kCachedCount = 1 << 14;
+// Behind a part of a page that is not written yet.
+constexpr std::uint64_t kBufferBytes = kPageBytes + kPieceBytes;
+constexpr std::uint64_t kBlockBytes = kBlockCount * sizeof(float);
+static_assert(kPieceBytes % kBlockBytes == 0);
 
 // In the header of a rank's file.
 constexpr const char* kMetadata = "__metadata__";
@@ -276,10 +278,6 @@ std::string find_state_of(const StateDirectory& directory, std::uint64_t step) {
   return newest_whole_state(directory, name);
 }
 
-std::uint64_t checksum_of(const void* data, std::uint64_t bytes) {
-  return XXH3_64bits(data, bytes);
-}
-
 namespace {
 
 std::string part_text(const TensorSplit& split) {
@@ -315,13 +313,13 @@ Json described(const StateParameter& parameter) {
 StateFileWriter::StateFileWriter(StateFile file, std::span<const StateParameter> parameters,
                                  std::vector<StateRun> runs)
     : file_(std::move(file)),
-      buffer_(static_cast<std::byte*>(std::aligned_alloc(kBufferBytes, kBufferBytes)), std::free),
-      runs_(std::move(runs)),
-      hash_(XXH3_createState(), XXH3_freeState) {
+      buffer_(static_cast<std::byte*>(std::aligned_alloc(kPieceBytes, round_up(kBufferBytes, kPieceBytes))),
+              std::free),
+      pending_(buffer_.get()),
+      runs_(std::move(runs)) {
   if (!buffer_) throw std::bad_alloc();
-  static_cast<void>(::madvise(buffer_.get(), kBufferBytes, MADV_HUGEPAGE));
+  static_cast<void>(::madvise(buffer_.get(), kPieceBytes, MADV_HUGEPAGE));
   static_cast<void>(file_.set_direct(true));
-  XXH3_64bits_reset(hash_.get());
   Json state = {{"format", kFormat}, {"parameters", Json::array()}, {"runs", Json::array()}};
   for (const StateParameter& parameter : parameters) state["parameters"].push_back(described(parameter));
   using OrderedJson = nlohmann::ordered_json;
@@ -346,28 +344,54 @@ StateFileWriter::StateFileWriter(StateFile file, std::span<const StateParameter>
       {"dtype", "U8"}, {"shape", {checksum_bytes}}, {"data_offsets", {at, at + checksum_bytes}}};
   header[kMetadata] = {{"format", "pt"}, {kState, dump(state, -1)}};
   std::string text = dump(header, -1);
-  text.resize(round_up(text.size(), 8), ' ');  // Aligns the tensors.
-  const std::uint64_t length = text.size();    // Little-endian, as every host of forebay is.
-  append(&length, sizeof(length));
+  const std::uint64_t length = round_up(sizeof(length) + text.size(), kPageBytes) - sizeof(length);
+  text.resize(length, ' ');         // The tensors begin at a page.
+  append(&length, sizeof(length));  // Little-endian, as every host of forebay is.
   append(text.data(), text.size());
+}
+
+// Room for `bytes`, of a block at most, behind the bytes that go to the file next.
+std::byte* StateFileWriter::room_in_buffer(std::uint64_t bytes) {
+  if (pending_ != buffer_.get() || pending_bytes_ + bytes > kBufferBytes) {
+    write_pages();
+    std::memmove(buffer_.get(), pending_, pending_bytes_);
+    pending_ = buffer_.get();
+  }
+  return buffer_.get() + pending_bytes_;
 }
 
 void StateFileWriter::append(const void* data, std::uint64_t bytes) {
   const auto* from = static_cast<const std::byte*>(data);
   while (bytes > 0) {
-    const std::uint64_t count = std::min(bytes, kBufferBytes - buffered_);
-    std::memcpy(buffer_.get() + buffered_, from, count);
+    const std::uint64_t count = std::min(bytes, kBlockBytes);
+    std::memcpy(room_in_buffer(count), from, count);
+    pending_bytes_ += count;
     from += count;
     bytes -= count;
-    buffered_ += count;
-    flush_full();
   }
 }
 
-void StateFileWriter::flush_full() {
-  if (buffered_ < kBufferBytes) return;
-  file_.write(buffer_.get(), buffered_);
-  buffered_ = 0;
+// Data that stays.
+void StateFileWriter::append_kept(const std::byte* data, std::uint64_t bytes) {
+  if (data != pending_ + pending_bytes_) {
+    const std::uint64_t in_page = reinterpret_cast<std::uintptr_t>(data) % kPageBytes;
+    const std::uint64_t head = round_up(in_page, kPageBytes) - in_page;
+    if (pending_bytes_ % kPageBytes != in_page || bytes < head + kPageBytes) return append(data, bytes);
+    append(data, head);
+    write_pages();
+    pending_ = data + head;
+    bytes -= head;
+  }
+  pending_bytes_ += bytes;
+  if (pending_bytes_ >= kPieceBytes) write_pages();
+}
+
+// Leaves a part of a page.
+void StateFileWriter::write_pages() {
+  const std::uint64_t bytes = pending_bytes_ - pending_bytes_ % kPageBytes;
+  file_.write(pending_, bytes);
+  pending_ += bytes;
+  pending_bytes_ -= bytes;
 }
 
 void StateFileWriter::write(std::span<const float> values) {
@@ -380,36 +404,41 @@ void StateFileWriter::write(std::uint64_t count, const Fill& fill) {
   for (std::uint64_t first = 0; first < count;) {
     FOREBAY_CHECK(next_ < runs_.size(), "more values than %zu runs have", runs_.size());
     const std::uint64_t left = runs_[next_].count - done_;
-    const std::uint64_t room = (kBufferBytes - buffered_) / sizeof(float);
-    const std::uint64_t here = std::min({count - first, left, kBlockCount - block_, room, kCachedCount});
-    std::byte* const target = buffer_.get() + buffered_;
-    fill(target, first, here);
-    XXH3_64bits_update(hash_.get(), target, here * sizeof(float));
-    buffered_ += here * sizeof(float);
-    flush_full();
+    const std::uint64_t here = std::min({count - first, left, kBlockCount - block_});
+    std::byte* const block = room_in_buffer(std::min(left + block_, kBlockCount) * sizeof(float));
+    fill(block + block_ * sizeof(float), first, here);
     first += here;
     done_ += here;
     block_ += here;
-    if (here == left || block_ == kBlockCount) end_block();
+    if (here == left || block_ == kBlockCount) {
+      checksums_.push_back(checksum_of(block, block_ * sizeof(float)));
+      pending_bytes_ += block_ * sizeof(float);
+      block_ = 0;
+    }
     if (here < left) continue;
     ++next_;
     done_ = 0;
   }
 }
 
-void StateFileWriter::end_block() {
-  checksums_.push_back(XXH3_64bits_digest(hash_.get()));
-  XXH3_64bits_reset(hash_.get());
-  block_ = 0;
+void StateFileWriter::write_run(const std::byte* values) {
+  FOREBAY_CHECK(next_ < runs_.size() && done_ == 0, "run %zu of %zu is begun", next_, runs_.size());
+  for (std::uint64_t left = runs_[next_++].count; left > 0;) {
+    const std::uint64_t count = std::min(left, kBlockCount);
+    const std::uint64_t bytes = count * sizeof(float);
+    checksums_.push_back(checksum_of(values, bytes));
+    append_kept(values, bytes);
+    values += bytes;
+    left -= count;
+  }
 }
 
 void StateFileWriter::finish() {
   FOREBAY_CHECK(next_ == runs_.size(), "%zu of %zu runs are written", next_, runs_.size());
   append(checksums_.data(), checksums_.size() * sizeof(std::uint64_t));
-  const std::uint64_t pages = buffered_ - buffered_ % kPageBytes;
-  file_.write(buffer_.get(), pages);
+  write_pages();
   static_cast<void>(file_.set_direct(false));
-  file_.write(buffer_.get() + pages, buffered_ - pages);
+  file_.write(pending_, pending_bytes_);
   file_.sync();
 }
 

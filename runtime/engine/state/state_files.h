@@ -7,7 +7,8 @@
 //   DIR/step-000000000042/state.safetensors.index.json   the file of each tensor, for other tools
 //   DIR/latest                                           the name of the newest complete state
 //
-// A rank's file is a safetensors file of fp32 tensors: NAME/master, NAME/m and NAME/v of each parameter.
+// A rank's file is a safetensors file of fp32 tensors: NAME/master, NAME/m and NAME/v of each parameter. The
+// tensors begin at a page of 4096 bytes, so copies in memory can go past the page cache as they are.
 // Where a file has a part of a tensor alone, its name goes on: "/part-0-of-2" is the part of a
 // tensor-parallel rank,
 // "/100-200" are elements 100 to 199 of that in one dimension. The last tensor has the checksums: XXH3-64 of
@@ -23,8 +24,6 @@
 // Format 1, which is read and no longer written, has files "rank-0-of-4": magic, fp32 data, index (JSON),
 // length and checksum of the index.
 #pragma once
-
-#include <xxhash.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -83,8 +82,6 @@ inline constexpr std::uint64_t kBlockCount = std::uint64_t{1} << 18;
 // The largest manifest or index that is read.
 inline constexpr std::uint64_t kMostIndexBytes = std::uint64_t{1} << 30;
 
-std::uint64_t checksum_of(const void* data, std::uint64_t bytes);
-
 // A parameter as saved state describes it.
 struct StateParameter {
   std::string name;
@@ -114,22 +111,28 @@ class StateFileWriter {
   // The same for values that `fill` writes, elements [first, first + count) of `count` to `target`.
   using Fill = std::function<void(std::byte* target, std::uint64_t first, std::uint64_t count)>;
   void write(std::uint64_t count, const Fill& fill);
+  // The next run, whose values stay until finish(). They go to the file without a copy where they lie in a
+  // page of memory as in a page of the file.
+  void write_run(const std::byte* values);
   // Writes the checksums and syncs the file. Requires: all runs are written.
   void finish();
 
  private:
+  std::byte* room_in_buffer(std::uint64_t bytes);
   void append(const void* data, std::uint64_t bytes);
-  void flush_full();
+  void append_kept(const std::byte* data, std::uint64_t bytes);
+  void write_pages();
   void end_block();
 
   StateFile file_;
-  std::unique_ptr<std::byte, void (*)(void*)> buffer_;  // The bytes that go to the file next.
-  std::uint64_t buffered_ = 0;                          // Bytes.
+  std::unique_ptr<std::byte, void (*)(void*)> buffer_;
+  // The bytes that go to the file next, in the buffer or where the caller keeps them.
+  const std::byte* pending_;
+  std::uint64_t pending_bytes_ = 0;
   std::vector<StateRun> runs_;
   std::size_t next_ = 0;     // The run that is being written.
   std::uint64_t done_ = 0;   // Elements of it.
-  std::uint64_t block_ = 0;  // Elements in `hash_`.
-  std::unique_ptr<XXH3_state_t, XXH_errorcode (*)(XXH3_state_t*)> hash_;
+  std::uint64_t block_ = 0;  // Elements of the next checksum that are in the buffer.
   std::vector<std::uint64_t> checksums_;
 };
 

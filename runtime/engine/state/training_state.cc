@@ -13,6 +13,7 @@
 #include <system_error>
 
 #include "forebay/agreement.h"
+#include "forebay/checksum.h"
 #include "forebay/host_adam.h"
 #include "forebay/log.h"
 #include "forebay/text.h"
@@ -189,7 +190,7 @@ void Engine::Impl::lock_state(const std::string& directory) {
 // Then each part of the grid has a state of its own.
 Communicator& Engine::Impl::state_ranks(const std::string& directory) {
   if (options.grid == nullptr) return communicator;
-  const std::uint64_t mine = internal::checksum_of(directory.data(), directory.size());
+  const std::uint64_t mine = checksum_of(directory.data(), directory.size());
   for (const std::uint64_t other : exchange(everyone(), mine)) {
     if (other != mine) return communicator;
   }
@@ -246,7 +247,8 @@ void Engine::Impl::save_state(const std::string& directory, const std::string& t
       PartInMemory held;
       write_values(
           files->subdirectory(temporary).create(internal::state_file_name(saving.rank(), saving.size())),
-          saved, [&](std::size_t part, std::uint64_t begin, std::uint64_t count, std::byte* target) {
+          saved, std::vector<const std::byte*>(saved.parts.size()),
+          [&](std::size_t part, std::uint64_t begin, std::uint64_t count, std::byte* target) {
             held.copy(part, begin, count, target,
                       [&](std::vector<float>& memory) { read_part(saved.parts[part], memory); });
           });
@@ -299,17 +301,18 @@ void Engine::Impl::begin_save(const std::string& directory, const std::string& t
   updater->copy(saved_copies);
   job.copied = [this] { return updater->wait_for_copies(); };
   job.write = [this, saved = saved_file(saves_grid)](internal::StateFile file) {
-    PartInMemory held;
-    write_values(std::move(file), saved,
-                 [&](std::size_t number, std::uint64_t begin, std::uint64_t count, std::byte* target) {
-                   const SavedPart& part = saved.parts[number];
-                   std::byte* const copied = saved_targets[number];
-                   if (is_copied_as_saved(part))
-                     return updater->read_copy(copied + begin * sizeof(float), count * sizeof(float), target);
-                   held.copy(number, begin, count, target,
-                             [&](std::vector<float>& memory) { read_copied_part(part, copied, memory); });
-                 });
+    updater->finish_copies();
     updater->end_copies();
+    std::vector<const std::byte*> kept;
+    for (std::size_t i = 0; i < saved.parts.size(); ++i)
+      kept.push_back(is_copied_as_saved(saved.parts[i]) ? saved_targets[i] : nullptr);
+    PartInMemory held;
+    write_values(std::move(file), saved, kept,
+                 [&](std::size_t number, std::uint64_t begin, std::uint64_t count, std::byte* target) {
+                   held.copy(number, begin, count, target, [&](std::vector<float>& memory) {
+                     read_copied_part(saved.parts[number], saved_targets[number], memory);
+                   });
+                 });
   };
   background_save = std::make_unique<internal::BackgroundSave>(std::move(job));
 }
@@ -321,9 +324,9 @@ bool Engine::Impl::is_copied_as_saved(const SavedPart& part) const {
 }
 
 // A part whose copy has other bytes than its file.
-void Engine::Impl::read_copied_part(const SavedPart& part, std::byte* copied, std::vector<float>& memory) {
+void Engine::Impl::read_copied_part(const SavedPart& part, const std::byte* copied,
+                                    std::vector<float>& memory) const {
   const std::uint64_t bytes = copied_bytes(part);
-  updater->read_copy(copied, bytes, copied);
   if (part.frozen) {
     memory = widen(options.dtype, {copied, bytes});
     return;
@@ -552,13 +555,18 @@ Engine::Impl::SavedFile Engine::Impl::saved_file(bool saves_grid) const {
 
 // Threads: any.
 void Engine::Impl::write_values(internal::StateFile target, const SavedFile& saved,
-                                const PartReader& read) const {
+                                const std::vector<const std::byte*>& kept, const PartReader& read) const {
   internal::StateFileWriter file(std::move(target), saved.parameters, saved.runs);
   auto next = saved.runs.begin();
   for (std::size_t i = 0; i < saved.parts.size(); ++i) {
     if (hooks.before_state_write) hooks.before_state_write(saved.parts[i].count * sizeof(float));
     for (const std::uint64_t begin : saved.begins[i]) {
-      file.write((next++)->count, [&](std::byte* target, std::uint64_t first, std::uint64_t count) {
+      const std::uint64_t run_count = (next++)->count;
+      if (kept[i] != nullptr) {
+        file.write_run(kept[i] + begin * sizeof(float));
+        continue;
+      }
+      file.write(run_count, [&](std::byte* target, std::uint64_t first, std::uint64_t count) {
         read(i, begin + first, count, target);
       });
     }

@@ -1,19 +1,19 @@
 #include "runtime/engine/step/snapshot.h"
 
 #include <algorithm>
-#include <cstring>
 #include <utility>
+
+#include "forebay/stream_copy.h"
 
 namespace forebay {
 namespace {
 
-// Read while a change of the values waits. Larger: an update may wait longer. Smaller: more turns.
-constexpr std::uint64_t kReadBytes = 256u << 10;
+// Copied while a change of the values waits. Larger: an update may wait longer. Smaller: more turns.
+constexpr std::uint64_t kTurnBytes = 256u << 10;
 
 }  // namespace
 
 void Snapshot::begin(std::vector<Part> parts) {
-  std::sort(parts.begin(), parts.end(), [](const Part& a, const Part& b) { return a.copy < b.copy; });
   const std::lock_guard lock(mutex_);
   parts_ = std::move(parts);
   begun_ = true;
@@ -51,32 +51,17 @@ bool Snapshot::is_begun() const {
   return begun_;
 }
 
-void Snapshot::read(const std::byte* copy, std::uint64_t bytes, std::byte* target) {
-  while (bytes > 0) {
+void Snapshot::finish() {
+  for (std::size_t i = 0;;) {
     std::unique_lock lock(mutex_);
     kept_.wait(lock, [&] { return keeping_ == 0; });
-    Part* const part = is_live_ ? part_of(copy) : nullptr;
-    if (part == nullptr) {
-      lock.unlock();
-      if (target != copy) std::memcpy(target, copy, bytes);
-      return;
-    }
-    const auto offset = static_cast<std::uint64_t>(copy - part->copy);
-    const std::uint64_t here = std::min({bytes, part->bytes - offset, kReadBytes});
-    std::memcpy(target, part->live + offset, here);
-    part->done = offset + here;
-    copy += here;
-    target += here;
-    bytes -= here;
+    if (!is_live_ || i == parts_.size()) return;
+    Part& part = parts_[i];
+    const std::uint64_t here = std::min(part.bytes - part.done, kTurnBytes);
+    stream_copy(part.copy + part.done, part.live + part.done, here);
+    part.done += here;
+    if (part.done == part.bytes) ++i;
   }
-}
-
-Snapshot::Part* Snapshot::part_of(const std::byte* copy) {
-  const auto after = std::upper_bound(parts_.begin(), parts_.end(), copy,
-                                      [](const std::byte* at, const Part& part) { return at < part.copy; });
-  if (after == parts_.begin()) return nullptr;
-  Part& part = *(after - 1);
-  return copy < part.copy + part.bytes ? &part : nullptr;
 }
 
 }  // namespace forebay

@@ -12,6 +12,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cstdarg>
 #include <cstdint>
@@ -25,6 +26,7 @@
 #include <thread>
 #include <vector>
 
+#include "forebay/checksum.h"
 #include "forebay/error.h"
 #include "forebay/saved_state.h"
 #include "tests/engine/toy_cases.h"
@@ -157,7 +159,7 @@ void change_manifest(const std::string& path, const std::function<void(nlohmann:
   nlohmann::json manifest = nlohmann::json::parse(envelope.at("manifest").get<std::string>());
   change(manifest);
   const std::string text = manifest.dump();
-  envelope = {{"checksum", internal::checksum_of(text.data(), text.size())}, {"manifest", text}};
+  envelope = {{"checksum", checksum_of(text.data(), text.size())}, {"manifest", text}};
   std::ofstream(path) << envelope;
 }
 
@@ -743,6 +745,50 @@ TEST_F(SavedStateFiles, AWriteThatCannotGoPastThePageCacheGoesThroughIt) {
   EXPECT_EQ(StateDirectory(directory_).read("file", 100), text.substr(1));
 }
 
+// Runs of random lengths, some of which stay in memory at random places of a page.
+TEST_F(SavedStateFiles, ValuesThatStayAreWrittenAsOthersAre) {
+  const StateDirectory files = StateDirectory::make(directory_);
+  const unsigned seed = std::random_device()();
+  SCOPED_TRACE("seed " + std::to_string(seed));
+  std::mt19937 random(seed);
+  const auto below = [&](std::uint64_t most) {
+    return std::uniform_int_distribution<std::uint64_t>(0, most - 1)(random);
+  };
+  std::vector<float> memory(3'000'000);
+  for (std::size_t i = 0; i < memory.size(); ++i) memory[i] = static_cast<float>(i);
+  for (int round = 0; round < 8; ++round) {
+    std::vector<internal::StateParameter> parameters;
+    std::vector<internal::StateRun> runs;
+    std::vector<const float*> values;
+    std::size_t end = 0;
+    for (int i = 0; i < 12; ++i) {
+      const std::uint64_t most = std::array<std::uint64_t, 4>{3, 1'500, 300'000, 700'000}[below(4)];
+      const std::uint64_t count = below(2) == 0 ? most : 1 + below(most);
+      // Half of them follow the one before.
+      if (below(2) == 0 || end + count > memory.size()) end = below(memory.size() - count);
+      parameters.push_back({.name = "p" + std::to_string(i), .count = count, .shape = {count}});
+      runs.push_back({.parameter = static_cast<std::size_t>(i), .field = 0, .offset = 0, .count = count});
+      values.push_back(&memory[end]);
+      end += count;
+    }
+    std::array<std::string, 3> written;
+    for (int way = 0; way < 3; ++way) {
+      internal::StateFileWriter file(files.create("file"), parameters, runs);
+      for (std::size_t i = 0; i < runs.size(); ++i) {
+        if (way == 1 || (way == 2 && below(2) == 0)) {
+          file.write_run(reinterpret_cast<const std::byte*>(values[i]));
+        } else {
+          file.write(std::span(values[i], runs[i].count));
+        }
+      }
+      file.finish();
+      written[static_cast<std::size_t>(way)] = files.read("file", std::uint64_t{1} << 30);
+    }
+    ASSERT_TRUE(written[0] == written[1]) << "round " << round << ": runs that stay";
+    ASSERT_TRUE(written[0] == written[2]) << "round " << round << ": some of them stay";
+  }
+}
+
 // Saves a tensor of 600 rows of 2000 elements in two files, each with a half of every row.
 void save_in_parts(const std::string& directory) {
   const StateDirectory files = StateDirectory::make(directory);
@@ -771,7 +817,7 @@ TEST_F(SavedStateFiles, ARankReadsTheBlocksThatItNeeds) {
   save_in_parts(directory_);
   SavedState saved(directory_, internal::state_name(1));
   constexpr std::uint64_t kBlockBytes = internal::kBlockCount * sizeof(float);
-  constexpr std::uint64_t kHeaderBytes = 4096;
+  constexpr std::uint64_t kHeaderBytes = 4096 + 3 * sizeof(std::uint64_t);
 
   std::vector<float> values(300);
   saved.read("p", "master", 200'100, values);
