@@ -149,17 +149,40 @@ void BlockBook::park(DevicePtr address, const BlockFacts& facts, Stream stream) 
 }
 
 DevicePtr BlockBook::unpark(int device, std::size_t bytes, Stream stream, KnownOutside* outside) {
+  BlockFacts facts;
+  DevicePtr const block = unpark(device, bytes, bytes, stream, &facts);
+  if (block != nullptr) *outside = facts.outside;
+  return block;
+}
+
+DevicePtr BlockBook::unpark_larger(int device, std::size_t* bytes, Stream stream, KnownOutside* outside) {
+  BlockFacts facts;
+  DevicePtr const block = unpark(device, *bytes, SIZE_MAX, stream, &facts);
+  if (block == nullptr) return nullptr;
+  *bytes = facts.bytes;
+  *outside = facts.outside;
+  return block;
+}
+
+// The smallest block of a size from `least` to `most`.
+DevicePtr BlockBook::unpark(int device, std::size_t least, std::size_t most, Stream stream,
+                            BlockFacts* facts) {
   if (parked_count_.load(std::memory_order_relaxed) == 0) return nullptr;
   ParkedBlocks::node_type node;
   const std::lock_guard lock(mutex_);
-  const auto found = std::find_if(parked_.begin(), parked_.end(), [&](const auto& entry) {
-    const Parked& parked = entry.second;
-    return parked.facts.device == device && parked.facts.bytes == bytes &&
-           (parked.stream == Stream() || parked.stream == stream);
-  });
+  auto found = parked_.end();
+  for (auto i = parked_.begin(); i != parked_.end(); ++i) {
+    const Parked& parked = i->second;
+    const std::size_t bytes = parked.facts.bytes;
+    if (parked.facts.device != device || bytes < least || bytes > most ||
+        (parked.stream != Stream() && parked.stream != stream))
+      continue;
+    if (found == parked_.end() || bytes < found->second.facts.bytes) found = i;
+    if (bytes == least) break;
+  }
   if (found == parked_.end()) return nullptr;
   node = parked_.extract(found);
-  *outside = node.mapped().facts.outside;
+  *facts = node.mapped().facts;
   parked_count_.store(parked_.size(), std::memory_order_relaxed);
   return node.key();
 }

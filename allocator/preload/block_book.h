@@ -36,6 +36,8 @@ struct BlockFacts {
   std::uint64_t id = 0;   // Set by BlockBook::add(): no other block of the process has or had it.
   // Allocated in stream order. A plain free of such a block does not wait for the device.
   bool is_ordered = false;
+  // Allocated by forebay_torch_alloc while its stream was captured: a graph uses it.
+  bool is_of_graph = false;
   KnownOutside outside = KnownOutside::kNo;
   void* context = nullptr;  // A block of the driver's ends with this context. Null: with none.
   PreloadServer server = PreloadServer::kArena;
@@ -88,6 +90,8 @@ class BlockBook {
   void park(DevicePtr address, const BlockFacts& facts, Stream stream);
   // Takes a parked block of that size that is idle or was last used on the same stream. Null: there is none.
   DevicePtr unpark(int device, std::size_t bytes, Stream stream, KnownOutside* outside);
+  // The same for the smallest that has `bytes` bytes, which become those that it has.
+  DevicePtr unpark_larger(int device, std::size_t* bytes, Stream stream, KnownOutside* outside);
   // Streams on which parked blocks of the device were last used; `bytes`: only those of that size; 0: all.
   // Returns how many there are, at most kMostParkedStreams, and in `number` that of the latest parked block.
   static constexpr std::size_t kMostParkedStreams = 16;
@@ -104,6 +108,7 @@ class BlockBook {
  private:
   template <typename Condition>
   ParkedBlocks take_parked(Condition condition);
+  DevicePtr unpark(int device, std::size_t least, std::size_t most, Stream stream, BlockFacts* facts);
   void widen(int device, DevicePtr begin, std::size_t bytes);
   void extract_within(DevicePtr begin, std::size_t bytes, Blocks* gone);
 

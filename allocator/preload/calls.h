@@ -61,7 +61,9 @@ enum {
   kDriverOperatingSystem = 304,
   kDriverNotFound = 500,
   kDriverNotReady = 600,
-  kDriverNotSupported = 801
+  kDriverNotSupported = 801,
+  kDriverCaptureErrors = 900, /* From here to the next: a stream is captured, or is not. */
+  kDriverCaptureErrorsEnd = 908
 };
 
 /* As cuDriverGetVersion counts. The interfaces of all hooked calls are known up to this version. */
@@ -174,6 +176,7 @@ enum { kNullStreamANY = 0, kNullStreamLEGACY = 1, kNullStreamTHREAD = 2 };
   X(cuDeviceGetMemPool, (DriverPool* pool, DriverDevice device)) \
   X(cuDeviceGetCount, (int* count)) \
   X(cuDeviceCanAccessPeer, (int* can_access, DriverDevice device, DriverDevice peer)) \
+  X(cuGraphDestroy, (DriverGraph graph)) \
   X(cuThreadExchangeStreamCaptureMode, (unsigned* mode)) \
   X(cuStreamIsCapturing_ptsz, (DriverStream stream, unsigned* status))
 

@@ -1,6 +1,8 @@
 // Calls that end memory or streams: reset and release of a device's context, destruction of a stream. And
 // calls that begin or end a capture.
+#include <array>
 #include <atomic>
+#include <mutex>
 
 #include "allocator/preload/accounts.h"
 #include "allocator/preload/routes.h"
@@ -9,10 +11,15 @@
 namespace forebay {
 namespace {
 
-// How often the program has retained the device's primary context. The arena retains it once more.
-constinit std::atomic<int> retained[kPreloadDeviceLimit] = {};
-// The context that it got by that.
-constinit std::atomic<DriverContext> primary[kPreloadDeviceLimit] = {};
+// The program's hold of a device's primary context. The arena retains it once more.
+struct Primary {
+  // Held by the driver's call too: a thread that retains the context gets it before the last release, or
+  // after the arena is gone.
+  std::mutex mutex;
+  int retained = 0;
+  DriverContext context = nullptr;
+};
+constinit std::array<Primary, kPreloadDeviceLimit> primaries;
 
 bool is_device(DriverDevice device) {
   return device >= 0 && device < kPreloadDeviceLimit;
@@ -47,29 +54,35 @@ void forget_context(DriverContext context) {
 }
 
 DriverResult primary_retain(DriverContext* context, DriverDevice device) {
-  const DriverResult result = preload_state().real.cuDevicePrimaryCtxRetain(context, device);
-  if (result == kDriverSuccess && is_device(device)) {
-    retained[device].fetch_add(1, std::memory_order_relaxed);
-    primary[device] = *context;
-  }
+  const auto retain = [=] { return preload_state().real.cuDevicePrimaryCtxRetain(context, device); };
+  if (!is_device(device)) return retain();
+  Primary& primary = primaries[static_cast<std::size_t>(device)];
+  const std::lock_guard lock(primary.mutex);
+  const DriverResult result = retain();
+  if (result != kDriverSuccess) return result;
+  ++primary.retained;
+  primary.context = *context;
   return result;
 }
 
 template <auto kCall>
 DriverResult primary_release(DriverDevice device) {
-  int before = 0;
-  if (is_device(device)) {
-    before = retained[device].load(std::memory_order_relaxed);
-    if (before > 0) retained[device].fetch_sub(1, std::memory_order_relaxed);
-    if (before == 1) drop_arena(device);
-  }
-  const DriverResult result = (preload_state().real.*kCall)(device);
-  if (result == kDriverSuccess && before == 1) forget_context(primary[device]);
+  const auto release = [=] { return (preload_state().real.*kCall)(device); };
+  if (!is_device(device)) return release();
+  Primary& primary = primaries[static_cast<std::size_t>(device)];
+  const std::lock_guard lock(primary.mutex);
+  const bool is_last = primary.retained == 1;
+  if (primary.retained > 0) --primary.retained;
+  if (is_last) drop_arena(device);
+  const DriverResult result = release();
+  if (result == kDriverSuccess && is_last) forget_context(primary.context);
   return result;
 }
 
-// Its captures and streams end with it.
+// Its captures and streams end with it. Its streams are forgotten before that, because new ones may get their
+// handles.
 DriverResult context_destroy(DriverContext context) {
+  if (context != nullptr) forget_streams(context);
   const DriverResult result = preload_state().real.cuCtxDestroy_v2(context);
   if (result != kDriverSuccess) return result;
   forget_context(context);
@@ -78,9 +91,13 @@ DriverResult context_destroy(DriverContext context) {
 
 template <auto kCall>
 DriverResult primary_reset(DriverDevice device) {
-  if (is_device(device)) drop_arena(device);
-  const DriverResult result = (preload_state().real.*kCall)(device);
-  if (result == kDriverSuccess && is_device(device)) forget_context(primary[device]);
+  const auto reset = [=] { return (preload_state().real.*kCall)(device); };
+  if (!is_device(device)) return reset();
+  Primary& primary = primaries[static_cast<std::size_t>(device)];
+  const std::lock_guard lock(primary.mutex);
+  drop_arena(device);
+  const DriverResult result = reset();
+  if (result == kDriverSuccess) forget_context(primary.context);
   return result;
 }
 

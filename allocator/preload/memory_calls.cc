@@ -127,29 +127,34 @@ void give_back_parked(const ProcessArenas::Use& use) {
   }
 }
 
-Result<DevicePtr> allocate_from(const ProcessArenas::Use& use, const AllocationRequest& request,
+Result<DevicePtr> allocate_from(const ProcessArenas::Use& use, AllocationRequest* request,
                                 KnownOutside* outside) {
   *outside = KnownOutside::kNo;
   BlockBook& blocks = ProcessArenas::of_process().blocks();
   for (const bool is_last : {false, true}) {
-    DevicePtr const block = blocks.unpark(use.device(), request.bytes, request.stream, outside);
+    DevicePtr const block = blocks.unpark(use.device(), request->bytes, request->stream, outside);
     if (block != nullptr) return block;
-    if (!is_last) find_idle_parked(use, request.bytes);
+    if (!is_last) find_idle_parked(use, request->bytes);
   }
-  Result<DevicePtr> made = use.arena().allocate(request);
+  Result<DevicePtr> made = use.arena().allocate(*request);
   if (made.status().code() != StatusCode::kOutOfMemory) return made;
   // Freed memory that queued work may still use counts as taken, so waits for that work and tries again.
   finish_waiting_frees();
   end_idle_streams();
   { const std::lock_guard others(giving_back()); }
-  made = allocate_again(use, request, std::move(made),
+  made = allocate_again(use, *request, std::move(made),
                         [&] { return !any_capture() && wait_for_device(use) == kDriverSuccess; });
   if (made.status().code() != StatusCode::kOutOfMemory) return made;
   {
     const std::lock_guard lock(giving_back());
     give_back_parked(use);
   }
-  return use.arena().allocate(request);
+  made = use.arena().allocate(*request);
+  if (made.status().code() != StatusCode::kOutOfMemory) return made;
+  // Better than none.
+  find_idle_parked(use, 0);
+  DevicePtr const larger = blocks.unpark_larger(use.device(), &request->bytes, request->stream, outside);
+  return larger != nullptr ? Result<DevicePtr>(larger) : made;
 }
 
 namespace {
@@ -162,7 +167,8 @@ DriverResult allocate_here(const ProcessArenas::Use& use, DriverAddress* address
                            Stream stream, DriverStream named, const Call& call) {
   if (!BlockBook::has_room()) return kDriverOutOfMemory;
   KnownOutside outside = KnownOutside::kNo;
-  const Result<DevicePtr> made = allocate_from(use, {.bytes = bytes, .stream = stream}, &outside);
+  AllocationRequest request{.bytes = bytes, .stream = stream};
+  const Result<DevicePtr> made = allocate_from(use, &request, &outside);
   if (!made.ok()) {
     const Status& status = made.status();
     if (driver_result(status) == kDriverOutOfMemory) {
@@ -176,7 +182,8 @@ DriverResult allocate_here(const ProcessArenas::Use& use, DriverAddress* address
   const DevicePtr block = made.value();
   enter_arena_block(
       use, block,
-      {.bytes = bytes, .device = use.device(), .is_ordered = named != nullptr, .outside = outside}, named);
+      {.bytes = request.bytes, .device = use.device(), .is_ordered = named != nullptr, .outside = outside},
+      named);
   *address = driver_address(block);
   return kDriverSuccess;
 }

@@ -98,6 +98,37 @@ SharedList<KeptStream>& kept_streams() {
   return SharedList<KeptStream>::of_process();
 }
 
+// Held while kept streams are looked at and ended, so that their context stays.
+std::mutex& ending_streams() {
+  static constinit std::mutex mutex;
+  return mutex;
+}
+
+bool is_captured_error(DriverResult result) {
+  return result >= kDriverCaptureErrors && result <= kDriverCaptureErrorsEnd;
+}
+
+// Ends the capture that began on a stream which is about to be destroyed; the stream can be asked for its
+// work then. False if it cannot be ended.
+bool end_capture_of(DriverStream stream) {
+  const bool began_here =
+      !captures().take([=](const CapturedStream& captured) { return captured.stream == stream; }).empty();
+  DriverResult answer = kDriverSuccess;
+  if (!began_here || !is_capturing(stream, false, &answer)) return true;
+  const PreloadState& state = preload_state();
+  DriverGraph graph = nullptr;
+  if (state.real.cuStreamEndCapture != nullptr) (void)state.real.cuStreamEndCapture(stream, &graph);
+  if (graph != nullptr && state.used.cuGraphDestroy != nullptr) (void)state.used.cuGraphDestroy(graph);
+  return !is_capturing(stream, false, &answer);
+}
+
+bool has_arena() {
+  for (int device = 0; device < kPreloadDeviceLimit; ++device) {
+    if (ProcessArenas::of_process().find(device)) return true;
+  }
+  return false;
+}
+
 DriverResult retire_and_destroy(DriverStream stream) {
   for (int device = 0; device < kPreloadDeviceLimit; ++device) {
     if (const ProcessArenas::Use use = ProcessArenas::of_process().find(device)) {
@@ -273,10 +304,14 @@ bool is_capturing(DriverStream stream, bool per_thread, DriverResult* result) {
 DriverResult destroy_stream(DriverStream stream) {
   end_idle_streams();
   const PreloadState& state = preload_state();
-  if (is_default_stream(stream) || state.mode != PreloadMode::kArena)
+  // Mode observe has an arena if the program allocates by forebay_torch_alloc.
+  if (is_default_stream(stream) || (state.mode != PreloadMode::kArena && !has_arena()))
     return state.real.cuStreamDestroy_v2(stream);
-  if (state.used.cuStreamQuery == nullptr || state.used.cuStreamQuery(stream) != kDriverNotReady)
-    return retire_and_destroy(stream);
+  const RelaxedCapture relaxed;
+  if (!end_capture_of(stream)) return retire_and_destroy(stream);
+  const DriverResult asked = state.used.cuStreamQuery(stream);
+  // A stream that joined another's capture may have work of before.
+  if (asked != kDriverNotReady && !is_captured_error(asked)) return retire_and_destroy(stream);
   KeptStream made{stream, nullptr};
   (void)state.used.cuStreamGetCtx(stream, &made.context);
   kept_streams().add({made});
@@ -286,6 +321,7 @@ DriverResult destroy_stream(DriverStream stream) {
     --excess;
     return true;
   };
+  const std::lock_guard lock(ending_streams());
   for (const KeptStream& oldest : kept_streams().take(is_excess)) {
     (void)state.used.cuStreamSynchronize(oldest.stream);
     (void)retire_and_destroy(oldest.stream);
@@ -295,19 +331,23 @@ DriverResult destroy_stream(DriverStream stream) {
 
 void end_idle_streams() {
   if (kept_streams().size() == 0) return;
-  std::list<KeptStream> all = kept_streams().take([](const KeptStream&) { return true; });
+  std::list<KeptStream> all;
   std::list<KeptStream> idle;
+  const std::unique_lock lock(ending_streams(), std::try_to_lock);
+  if (!lock) return;  // Another thread is at it.
+  all = kept_streams().take([](const KeptStream&) { return true; });
   const RelaxedCapture relaxed;
   for (auto i = all.begin(); i != all.end();) {
     const auto kept = i++;
-    if (preload_state().used.cuStreamQuery(kept->stream) != kDriverNotReady)
-      idle.splice(idle.end(), all, kept);
+    const DriverResult asked = preload_state().used.cuStreamQuery(kept->stream);
+    if (asked != kDriverNotReady && !is_captured_error(asked)) idle.splice(idle.end(), all, kept);
   }
   kept_streams().add(std::move(all));
   for (const KeptStream& kept : idle) (void)retire_and_destroy(kept.stream);
 }
 
 void forget_streams(void* context) {
+  const std::lock_guard lock(ending_streams());
   (void)kept_streams().take([&](const KeptStream& kept) { return kept.context == context; });
   (void)captures().take([&](const CapturedStream& captured) { return captured.context == context; });
 }

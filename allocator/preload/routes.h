@@ -186,8 +186,9 @@ Result<Stream> stream_behind(const ProcessArenas::Use& use, DriverStream stream)
 void give_back_parked(const ProcessArenas::Use& use);
 
 // Allocates from the arena: a block of the size that was freed and is known outside, as `outside` says, or a
-// new one. If memory is missing, it waits for all freed memory.
-Result<DevicePtr> allocate_from(const ProcessArenas::Use& use, const AllocationRequest& request,
+// new one. If memory is missing, it waits for all freed memory; in the end a larger block that is known
+// outside serves, whose size `request` then has.
+Result<DevicePtr> allocate_from(const ProcessArenas::Use& use, AllocationRequest* request,
                                 KnownOutside* outside);
 
 // Repeats a request that was refused for lack of memory. Freed memory counts as taken until queued work is

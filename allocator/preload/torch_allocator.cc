@@ -4,6 +4,7 @@
 
 #include <dlfcn.h>
 
+#include <atomic>
 #include <cstdlib>
 
 #include "allocator/preload/accounts.h"
@@ -26,6 +27,65 @@ bool is_captured(DriverStream stream) {
   static auto* const ask = driver_function<Driver_cuStreamIsCapturing>("cuStreamIsCapturing");
   unsigned status = 0;
   return ask != nullptr && (ask(stream, &status) != kDriverSuccess || status != 0);
+}
+
+// The number of the capture that the stream is in; 0: it is in none, as the legacy stream always is.
+std::uint64_t capture_of(DriverStream stream) {
+  if (numbered(stream, false) == DRIVER_LEGACY_STREAM) return 0;
+  using CaptureInfo = DriverResult(DriverStream stream, unsigned* status, std::uint64_t* number);
+  static auto* const ask = driver_function<CaptureInfo>("cuStreamGetCaptureInfo");
+  unsigned status = 0;
+  std::uint64_t number = 0;
+  return ask != nullptr && ask(stream, &status, &number) == kDriverSuccess && status != 0 ? number : 0;
+}
+
+// A block that a captured graph uses and the program has freed. The graph may run at any time, so only the
+// capture itself uses it again.
+struct GraphBlock {
+  DevicePtr address;
+  std::size_t bytes;
+  int device;
+  std::uint64_t generation;  // The arena's.
+  DriverStream stream;       // On which it was freed.
+  std::uint64_t capture;
+};
+
+SharedList<GraphBlock>& graph_blocks() {
+  return SharedList<GraphBlock>::of_process();
+}
+
+// Null: there is none.
+DevicePtr take_graph_block(const ProcessArenas::Use& use, DriverStream stream, std::size_t* bytes) {
+  if (graph_blocks().size() == 0) return nullptr;
+  const std::uint64_t capture = capture_of(stream);
+  bool found = false;
+  const auto fits = [&](const GraphBlock& block) {
+    if (found || capture == 0 || block.capture != capture || block.stream != stream ||
+        block.device != use.device() || block.generation != use.generation() || block.bytes < *bytes ||
+        block.bytes / 2 > *bytes)
+      return false;
+    found = true;
+    return true;
+  };
+  for (const GraphBlock& block : graph_blocks().take(fits)) {
+    *bytes = block.bytes;
+    return block.address;
+  }
+  return nullptr;
+}
+
+void keep_for_graph(const ProcessArenas::Use& use, DevicePtr address, std::size_t bytes,
+                    DriverStream stream) {
+  static std::atomic_flag told;
+  if (!told.test_and_set()) {
+    log(LogLevel::kWarning,
+        "memory of captured CUDA graphs stays taken until the process ends, because a graph may run at any "
+        "time; "
+        "a program that captures again and again allocates in forebay.memory_pool(), where PyTorch knows its "
+        "graphs");
+  }
+  if (const std::uint64_t capture = capture_of(stream); capture != 0 && BlockBook::has_room())
+    graph_blocks().add({{address, bytes, use.device(), use.generation(), stream, capture}});
 }
 
 // Waits for all work queued on the current device.
@@ -72,10 +132,12 @@ extern "C" void* forebay_torch_alloc(ssize_t bytes, int device, void* stream) {
   AllocationRequest request{.bytes = static_cast<std::size_t>(bytes)};
   if (!captured) request.stream = stream_of(use, given);
   KnownOutside outside = KnownOutside::kNo;
+  DevicePtr const again = captured ? take_graph_block(use, numbered(given, false), &request.bytes) : nullptr;
   const Result<DevicePtr> block =
-      is_preloaded() ? allocate_from(use, request, &outside)
-                     : allocate_again(use, request, use.arena().allocate(request),
-                                      [&] { return !captured && wait_for_current_device(); });
+      again != nullptr ? Result<DevicePtr>(again)
+      : is_preloaded() ? allocate_from(use, &request, &outside)
+                       : allocate_again(use, request, use.arena().allocate(request),
+                                        [&] { return !captured && wait_for_current_device(); });
   if (!block.ok()) {
     if (is_preloaded() && block.status().code() == StatusCode::kOutOfMemory) {
       note_reserved(use.device(), &use.arena());
@@ -84,8 +146,11 @@ extern "C" void* forebay_torch_alloc(ssize_t bytes, int device, void* stream) {
     complain(block.status());
     return nullptr;
   }
-  const BlockFacts facts{
-      .bytes = request.bytes, .device = use.device(), .is_ordered = true, .outside = outside};
+  const BlockFacts facts{.bytes = request.bytes,
+                         .device = use.device(),
+                         .is_ordered = true,
+                         .is_of_graph = captured && capture_of(given) != 0,
+                         .outside = outside};
   if (is_preloaded()) {
     enter_arena_block(use, block.value(), facts, numbered(given, false));
   } else {
@@ -110,6 +175,7 @@ extern "C" void forebay_torch_free(void* block, ssize_t, int, void* stream) {
   const ProcessArenas::Use use = ProcessArenas::of_process().find(facts.device);
   if (!use) return;
   auto* const given = numbered(static_cast<DriverStream>(stream), false);
+  if (facts.is_of_graph || capture_of(given) != 0) return keep_for_graph(use, address, facts.bytes, given);
   const Result<Stream> behind = stream_behind(use, given);
   if (!behind.ok()) return complain(behind.status());
   if (facts.outside != KnownOutside::kNo) {

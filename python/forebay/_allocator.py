@@ -45,7 +45,8 @@ def enable_allocator() -> None:
 
     It is for programs that run out of memory because memory is fragmented; `forebay run -- python train.py` does
     the same without a line in the program. Calls after the first have no effect. PyTorch's own memory statistics
-    stay empty.
+    stay empty. Memory that a CUDA graph was captured with stays taken until the process ends; memory_pool() gives it
+    back.
 
     Requires: no CUDA tensor was made before.
     Errors:   Unavailable without torch, CUDA or a device; InvalidArgument after the first CUDA tensor.

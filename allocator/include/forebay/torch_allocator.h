@@ -17,6 +17,10 @@
    allocator was given forebay_torch_record_stream (set_record_stream_fn), or by an event that the freeing
    stream has waited for.
 
+   A block that was allocated or freed while its stream was captured stays taken until the process ends,
+   because the graph may run at any time; only the same capture uses it again. PyTorch's MemPool gives such
+   memory back.
+
    Order:    memory is reused in the order of streams, as by Arena::free.
    Requires: a stream is not destroyed while memory is freed on it. The preload sees such a destruction and
              handles it; PyTorch's own streams are never destroyed.

@@ -210,6 +210,30 @@ TEST(PreloadMemory, AStreamThatGoesWithItsContextIsNotDestroyedAgain) {
   run.expect_no_hazard();
 }
 
+TEST(PreloadMemory, ABusyStreamThatIsDestroyedInACaptureKeepsItsMemory) {
+  PreloadRun run(matter("captured-stream-destroyed"));
+
+  EXPECT_EQ(run.finished.exit_code, 0) << run.finished.output;
+  EXPECT_EQ(run.finished.output, "byte 1\nafterwards: idle 1\n");
+  run.expect_no_hazard();
+}
+
+TEST(PreloadMemory, AThreadThatRetainsTheContextDuringItsReleaseKeepsItsMemory) {
+  PreloadRun run(matter("retain-beside-release"));
+
+  EXPECT_EQ(run.finished.exit_code, 0) << run.finished.output;
+  EXPECT_EQ(run.finished.output, "failures 0\n");
+  run.expect_no_hazard();
+}
+
+TEST(PreloadMemory, MemoryThatOtherDevicesKnowServesSmallerRequestsWhenThereIsNoOther) {
+  PreloadRun run(matter("pinned-sizes"));
+
+  EXPECT_EQ(run.finished.exit_code, 0) << run.finished.output;
+  EXPECT_EQ(run.finished.output, "all served\n");
+  run.expect_no_hazard();
+}
+
 TEST(PreloadMemory, NothingWaitsWhileAnyStreamIsCapturedAndFreesDoAgainAfterwards) {
   PreloadRun run(matter("captures"), "arena", {{"FAKE_CUDA_LATENCY_NS", "20000000"}});
 

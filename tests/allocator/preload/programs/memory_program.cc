@@ -504,6 +504,87 @@ int tell_free(const char* when) {
   return 0;
 }
 
+// A busy stream that is destroyed while it is captured: its work of before goes on, on memory that was freed.
+int captured_stream_destroyed() {
+  const CuStream busy = new_stream(), other = new_stream();
+  CuDevicePtr freed = 0, next = 0;
+  CHECK_CU(driver.cuMemAllocAsync(&freed, kMiB, busy));
+  std::atomic<bool> is_open{false};
+  const auto wait_at_gate = [](void* gate) {
+    while (!*static_cast<std::atomic<bool>*>(gate)) std::this_thread::yield();
+  };
+  CHECK_CU(driver.cuLaunchHostFunc(busy, wait_at_gate, &is_open));
+  CHECK_CU(driver.cuMemsetD8Async(freed, 9, kMiB, busy));
+  CHECK_CU(driver.cuMemFreeAsync(freed, busy));
+  CHECK_CU(driver.cuStreamBeginCapture_v2(busy, CuCaptureMode::kRelaxed));
+  CHECK_CU(driver.cuStreamDestroy_v2(busy));
+  CHECK_CU(driver.cuMemAllocAsync(&next, kMiB, other));
+  CHECK_CU(driver.cuMemsetD8Async(next, 1, kMiB, other));
+  CHECK_CU(driver.cuStreamSynchronize(other));
+  is_open = true;
+  CHECK_CU(driver.cuCtxSynchronize());
+  unsigned char byte = 0;
+  CHECK_CU(driver.cuMemcpyDtoH_v2(&byte, next + kMiB / 2, 1));
+  std::printf("byte %d\n", byte);
+  // Captures are over, so a plain free waits again.
+  return tell_free("afterwards");
+}
+
+// A thread retains the primary context while another one's release waits for work.
+int retain_beside_release() {
+  std::atomic<bool> is_open{false};
+  std::atomic<int> failures{0};
+  const CuStream stream = new_stream();
+  CuDevicePtr block = 0;
+  CHECK_CU(driver.cuMemAlloc_v2(&block, kMiB));
+  CHECK_CU(driver.cuMemFree_v2(block));
+  const auto wait_at_gate = [](void* gate) {
+    while (!*static_cast<std::atomic<bool>*>(gate)) std::this_thread::yield();
+  };
+  CHECK_CU(driver.cuLaunchHostFunc(stream, wait_at_gate, &is_open));
+  std::atomic<bool> is_retaining{false};
+  std::thread other([&] {
+    CuContext own = nullptr;
+    CuDevicePtr memory = 0;
+    unsigned char byte = 0;
+    is_retaining = true;
+    const bool is_well = driver.cuDevicePrimaryCtxRetain(&own, 0) == CuResult::kSuccess &&
+                         driver.cuCtxSetCurrent(own) == CuResult::kSuccess &&
+                         driver.cuMemAlloc_v2(&memory, kMiB) == CuResult::kSuccess &&
+                         driver.cuMemsetD8_v2(memory, 7, kMiB) == CuResult::kSuccess;
+    is_open = true;
+    std::this_thread::sleep_for(std::chrono::milliseconds(200));
+    if (!is_well || driver.cuMemcpyDtoH_v2(&byte, memory + 5, 1) != CuResult::kSuccess || byte != 7)
+      ++failures;
+    if (driver.cuMemFree_v2(memory) != CuResult::kSuccess) ++failures;
+    if (driver.cuDevicePrimaryCtxRelease_v2(0) != CuResult::kSuccess) ++failures;
+  });
+  std::thread opener([&] {
+    while (!is_retaining) std::this_thread::yield();
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    is_open = true;  // The other thread may wait for the release.
+  });
+  while (!is_retaining) std::this_thread::yield();
+  CHECK_CU(driver.cuDevicePrimaryCtxRelease_v2(0));
+  other.join();
+  opener.join();
+  std::printf("failures %d\n", failures.load());
+  return 0;
+}
+
+// Blocks that another device knows, each of another size, one at a time: together more than the device has.
+int pinned_sizes() {
+  for (int i = 0; i < 200; ++i) {
+    CuDevicePtr block = 0;
+    CHECK_CU(driver.cuMemAlloc_v2(&block, kMiB + static_cast<std::size_t>(i * 37 % 200) * 4096));
+    const unsigned on = 1;
+    (void)driver.cuPointerSetAttribute(&on, CuPointerAttribute::kSyncMemops, block);
+    CHECK_CU(driver.cuMemFree_v2(block));
+  }
+  std::printf("all served\n");
+  return 0;
+}
+
 // A thread that captures its own default stream until it is told to end that.
 class CapturingThread {
  public:
@@ -1067,13 +1148,14 @@ int pinned() {
   return 0;
 }
 
-// Takes nearly all memory but [begin, begin + bytes), and gives it back.
+// Takes nearly all memory around the pinned block [begin, begin + bytes), and gives it back. When there is no
+// other, the block serves as a whole.
 int surround(CuDevicePtr begin, std::size_t bytes) {
   std::vector<CuDevicePtr> others;
   CuDevicePtr other = 0;
   for (const std::size_t each : {5 * kMiB, 3 * kMiB / 2, kMiB / 8}) {
     while (others.size() < 200 && driver.cuMemAlloc_v2(&other, each) == CuResult::kSuccess) {
-      CHECK(other >= begin + bytes || other + each <= begin);
+      CHECK(other == begin || other >= begin + bytes || other + each <= begin);
       others.push_back(other);
     }
   }
@@ -1215,39 +1297,43 @@ int devices() {
 }  // namespace
 
 int run(const std::string& matter) {
-  const std::map<std::string, std::function<int()>> matters = {{"waiting", waiting},
-                                                               {"info", info},
-                                                               {"full", full},
-                                                               {"pool", pool},
-                                                               {"elsewhere", elsewhere},
-                                                               {"capture", capture},
-                                                               {"reset", reset},
-                                                               {"thread", thread_streams},
-                                                               {"attributes", attributes},
-                                                               {"streams", streams},
-                                                               {"frees", frees},
-                                                               {"pinned", pinned},
-                                                               {"exported", exported},
-                                                               {"devices", devices},
-                                                               {"reuse", reuse},
-                                                               {"late-free", late_free},
-                                                               {"thread-free", thread_free},
-                                                               {"thread-resets", thread_resets},
-                                                               {"many-threads", many_threads},
-                                                               {"releases", releases},
-                                                               {"stream-reset", stream_reset},
-                                                               {"captures", captures},
-                                                               {"capture-reset", capture_reset},
-                                                               {"make-way", make_way},
-                                                               {"ended-streams", ended_streams},
-                                                               {"trim-beside-work", trim_beside_work},
-                                                               {"frees-of-threads", frees_of_threads},
-                                                               {"pool-ended", pool_ended},
-                                                               {"pinned-again", pinned_again},
-                                                               {"handles", handles},
-                                                               {"buffer-ids", buffer_ids},
-                                                               {"two-in-need", two_in_need},
-                                                               {"host-memory", host_memory}};
+  const std::map<std::string, std::function<int()>> matters = {
+      {"waiting", waiting},
+      {"info", info},
+      {"full", full},
+      {"pool", pool},
+      {"elsewhere", elsewhere},
+      {"capture", capture},
+      {"reset", reset},
+      {"thread", thread_streams},
+      {"attributes", attributes},
+      {"streams", streams},
+      {"frees", frees},
+      {"pinned", pinned},
+      {"exported", exported},
+      {"devices", devices},
+      {"reuse", reuse},
+      {"late-free", late_free},
+      {"thread-free", thread_free},
+      {"thread-resets", thread_resets},
+      {"many-threads", many_threads},
+      {"releases", releases},
+      {"stream-reset", stream_reset},
+      {"captures", captures},
+      {"captured-stream-destroyed", captured_stream_destroyed},
+      {"retain-beside-release", retain_beside_release},
+      {"pinned-sizes", pinned_sizes},
+      {"capture-reset", capture_reset},
+      {"make-way", make_way},
+      {"ended-streams", ended_streams},
+      {"trim-beside-work", trim_beside_work},
+      {"frees-of-threads", frees_of_threads},
+      {"pool-ended", pool_ended},
+      {"pinned-again", pinned_again},
+      {"handles", handles},
+      {"buffer-ids", buffer_ids},
+      {"two-in-need", two_in_need},
+      {"host-memory", host_memory}};
   if (!query_driver("libcuda.so.1", kProcAddressDefault, &driver) ||
       !query_driver("libcuda.so.1", kProcAddressPerThreadStream, &per_thread)) {
     return 2;

@@ -1,6 +1,7 @@
 // Does the same as PyTorch with a pluggable allocator: opens the library by its path, finds the functions by
 // their names, and allocates, uses and frees on streams. It also takes some memory from the driver.
-//   torch_program PATH_OF_CORE [full | record | record-thread | shared-thread | capture | pinned]
+//   torch_program PATH_OF_CORE [full | record | record-thread | shared-thread | capture | graph-memory |
+//   pinned]
 #include <sys/types.h>
 
 #include <algorithm>
@@ -156,6 +157,50 @@ int capture(CuContext context) {
   return 0;
 }
 
+// A graph writes its temporary and its result each time it runs, so nothing else gets their memory. Within
+// the capture a temporary's memory serves again.
+int graph_memory(CuContext context) {
+  constexpr ssize_t kBytes = 4 << 20;
+  CHECK_CU(driver.cuCtxSetCurrent(context));
+  CuStream captured = nullptr, other = nullptr;
+  CHECK_CU(driver.cuStreamCreate(&captured, kStreamNonBlocking));
+  CHECK_CU(driver.cuStreamCreate(&other, kStreamNonBlocking));
+  CHECK_CU(driver.cuStreamBeginCapture_v2(captured, CuCaptureMode::kThreadLocal));
+  void* const temporary = allocate(kBytes, 0, captured);
+  void* const result = allocate(kBytes, 0, captured);
+  CHECK(temporary != nullptr && result != nullptr);
+  CHECK_CU(driver.cuMemsetD8Async(address_of(temporary), 9, kBytes, captured));
+  CHECK_CU(driver.cuMemcpyAsync(address_of(result), address_of(temporary), kBytes, captured));
+  give_back(temporary, kBytes, 0, captured);
+  void* const second = allocate(kBytes, 0, captured);
+  give_back(second, kBytes, 0, captured);
+  CuGraph graph = nullptr;
+  CHECK_CU(driver.cuStreamEndCapture(captured, &graph));
+  CuGraphExec runnable = nullptr;
+  CHECK_CU(driver.cuGraphInstantiateWithFlags(&runnable, graph, 0));
+  give_back(result, kBytes, 0, captured);
+  std::vector<CuDevicePtr> tensors;
+  for (int i = 0; i < 8; ++i) {
+    const CuStream stream = i % 2 == 0 ? captured : other;
+    tensors.push_back(address_of(allocate(kBytes, 0, stream)));
+    CHECK(tensors.back() != 0);
+    CHECK_CU(driver.cuMemsetD8Async(tensors.back(), 1, kBytes, stream));
+    CHECK_CU(driver.cuStreamSynchronize(stream));
+  }
+  CHECK_CU(driver.cuGraphLaunch(runnable, captured));
+  CHECK_CU(driver.cuStreamSynchronize(captured));
+  int overwritten = 0;
+  for (const CuDevicePtr tensor : tensors) {
+    unsigned char byte = 0;
+    CHECK_CU(driver.cuMemcpyDtoH_v2(&byte, tensor + kBytes / 2, 1));
+    overwritten += byte != 1;
+  }
+  std::printf("within the capture: same block %d; overwritten %d\n", second == temporary, overwritten);
+  CHECK_CU(driver.cuGraphExecDestroy(runnable));
+  CHECK_CU(driver.cuGraphDestroy(graph));
+  return 0;
+}
+
 // A block that is known outside the process keeps its memory after its free.
 int pinned(CuContext context) {
   constexpr ssize_t kBytes = 6 << 20;
@@ -207,6 +252,7 @@ int run(const char* core, const std::string& what) {
   if (what == "record-thread") return use_thread_last(context, false);
   if (what == "shared-thread") return use_thread_last(context, true);
   if (what == "capture") return capture(context);
+  if (what == "graph-memory") return graph_memory(context);
   if (what == "pinned") return pinned(context);
   if (what == "strange") return strange(context);
 
