@@ -36,8 +36,8 @@ struct BlockFacts {
   std::uint64_t id = 0;   // Set by BlockBook::add(): no other block of the process has or had it.
   // Allocated in stream order. A plain free of such a block does not wait for the device.
   bool is_ordered = false;
-  // Allocated by forebay_torch_alloc while its stream was captured: a graph uses it.
-  bool is_of_graph = false;
+  // The capture in which forebay_torch_alloc allocated it, whose graph uses it. 0: none.
+  std::uint64_t capture = 0;
   KnownOutside outside = KnownOutside::kNo;
   void* context = nullptr;  // A block of the driver's ends with this context. Null: with none.
   PreloadServer server = PreloadServer::kArena;

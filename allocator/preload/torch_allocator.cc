@@ -74,7 +74,8 @@ DevicePtr take_graph_block(const ProcessArenas::Use& use, DriverStream stream, s
   return nullptr;
 }
 
-void keep_for_graph(const ProcessArenas::Use& use, DevicePtr address, std::size_t bytes,
+// The capture that allocated the block uses it again, unless other streams use it too.
+void keep_for_graph(const ProcessArenas::Use& use, DevicePtr address, const BlockFacts& facts,
                     DriverStream stream) {
   static std::atomic_flag told;
   if (!told.test_and_set()) {
@@ -84,8 +85,11 @@ void keep_for_graph(const ProcessArenas::Use& use, DevicePtr address, std::size_
         "a program that captures again and again allocates in forebay.memory_pool(), where PyTorch knows its "
         "graphs");
   }
-  if (const std::uint64_t capture = capture_of(stream); capture != 0 && BlockBook::has_room())
-    graph_blocks().add({{address, bytes, use.device(), use.generation(), stream, capture}});
+  const std::uint64_t capture = capture_of(stream);
+  if (capture == 0 || capture != facts.capture || facts.outside != KnownOutside::kNo ||
+      !BlockBook::has_room())
+    return;
+  graph_blocks().add({{address, facts.bytes, use.device(), use.generation(), stream, capture}});
 }
 
 // Waits for all work queued on the current device.
@@ -149,7 +153,7 @@ extern "C" void* forebay_torch_alloc(ssize_t bytes, int device, void* stream) {
   const BlockFacts facts{.bytes = request.bytes,
                          .device = use.device(),
                          .is_ordered = true,
-                         .is_of_graph = captured && capture_of(given) != 0,
+                         .capture = captured ? capture_of(given) : 0,
                          .outside = outside};
   if (is_preloaded()) {
     enter_arena_block(use, block.value(), facts, numbered(given, false));
@@ -175,7 +179,7 @@ extern "C" void forebay_torch_free(void* block, ssize_t, int, void* stream) {
   const ProcessArenas::Use use = ProcessArenas::of_process().find(facts.device);
   if (!use) return;
   auto* const given = numbered(static_cast<DriverStream>(stream), false);
-  if (facts.is_of_graph || capture_of(given) != 0) return keep_for_graph(use, address, facts.bytes, given);
+  if (facts.capture != 0 || capture_of(given) != 0) return keep_for_graph(use, address, facts, given);
   const Result<Stream> behind = stream_behind(use, given);
   if (!behind.ok()) return complain(behind.status());
   if (facts.outside != KnownOutside::kNo) {
@@ -195,6 +199,7 @@ extern "C" void forebay_torch_record_stream(void* block, void* stream) {
   const ProcessArenas::Use use = ProcessArenas::of_process().find(facts.device);
   if (!use) return;
   auto* const given = static_cast<DriverStream>(stream);
+  if (facts.capture != 0) return ProcessArenas::of_process().blocks().pin(begin, 1, KnownOutside::kPinned);
   const Result<Stream> behind =
       is_captured(given) ? stream_of(use, given) : stream_behind(use, numbered(given, false));
   if (!behind.ok()) return complain(behind.status());

@@ -70,11 +70,13 @@ def graphs(torch, mode, core):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = x * 2 + 1
+    others = [torch.full((1024,), 4.0, device="cuda") for _ in range(8)]
     for value in (3, 5):
         x.fill_(value)
         graph.replay()
         torch.cuda.synchronize()
         expect(float(y.sum()) == (2 * value + 1) * 1024, "the graph computes something else")
+    expect(all(float(other.sum()) == 4 * 1024 for other in others), "the graph writes into other tensors")
 
 
 def compiled_graphs(torch, mode, core):

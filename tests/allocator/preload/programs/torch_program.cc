@@ -173,7 +173,10 @@ int graph_memory(CuContext context) {
   CHECK_CU(driver.cuMemcpyAsync(address_of(result), address_of(temporary), kBytes, captured));
   give_back(temporary, kBytes, 0, captured);
   void* const second = allocate(kBytes, 0, captured);
+  record_stream(second, other);  // Work of the graph may use it beside this stream's.
   give_back(second, kBytes, 0, captured);
+  void* const third = allocate(kBytes, 0, captured);
+  CHECK(third != second);
   CuGraph graph = nullptr;
   CHECK_CU(driver.cuStreamEndCapture(captured, &graph));
   CuGraphExec runnable = nullptr;
@@ -196,6 +199,13 @@ int graph_memory(CuContext context) {
     overwritten += byte != 1;
   }
   std::printf("within the capture: same block %d; overwritten %d\n", second == temporary, overwritten);
+  // Another capture does not use it: both graphs may run.
+  CHECK_CU(driver.cuStreamBeginCapture_v2(captured, CuCaptureMode::kThreadLocal));
+  give_back(third, kBytes, 0, captured);
+  CHECK(allocate(kBytes, 0, captured) != third);
+  CuGraph next = nullptr;
+  CHECK_CU(driver.cuStreamEndCapture(captured, &next));
+  CHECK_CU(driver.cuGraphDestroy(next));
   CHECK_CU(driver.cuGraphExecDestroy(runnable));
   CHECK_CU(driver.cuGraphDestroy(graph));
   return 0;
