@@ -118,9 +118,10 @@ function(forebay_executable target)
   install(TARGETS ${target} RUNTIME DESTINATION "${CMAKE_INSTALL_BINDIR}" COMPONENT command)
 endfunction()
 
-# Tests are compiled more often than they are run, and programs spend little time outside the libraries.
-set(FOREBAY_TEST_OPTIONS $<$<CONFIG:RelWithDebInfo>:-O0>)
-set(FOREBAY_BUSY_TEST_OPTIONS $<$<CONFIG:RelWithDebInfo>:-O1>)
+# Tests are compiled more often than they are run, and programs spend little time outside the libraries. A failing
+# expectation says its line without debug information; presets with sanitizers have it.
+set(FOREBAY_TEST_OPTIONS $<$<CONFIG:RelWithDebInfo>:-O0> $<$<CONFIG:RelWithDebInfo>:-g0>)
+set(FOREBAY_BUSY_TEST_OPTIONS $<$<CONFIG:RelWithDebInfo>:-O1> $<$<CONFIG:RelWithDebInfo>:-g0>)
 set(FOREBAY_COMMAND_OPTIONS $<$<CONFIG:RelWithDebInfo>:-O1>)
 
 # The options and the precompiled headers of a test's sources. Headers that were compiled with -O0 do not serve -O1.
