@@ -189,8 +189,8 @@ void Decision::queue(const Hyperparameters& hyperparameters, const Reducer& redu
     gather_arrivals();
   }
   committed_ = true;
-  // A rank alone fails where it fetches from files.
-  if (context_.deciders().size() > 1 || context_.store != nullptr) {
+  // A rank alone fails where it fetches from files, or where a hook changes gradients on the host.
+  if (context_.deciders().size() > 1 || context_.store != nullptr || options_.on_reduced_gradient) {
     engine_stream_.call<&Decision::vote>(*this);
     engine_stream_.copy(&context_.control->state, decided_, sizeof(StepState));
   }

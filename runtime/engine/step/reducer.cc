@@ -239,7 +239,7 @@ void Reducer::finish(int index) {
   const Unit& u = unit(index);
   if (is_last()) {
     if (u.stages != nullptr) add_over_stages(index);
-    offer(index, u.gradient_shard, average_stream_);
+    must(offer(index, u.gradient_shard, average_stream_));
     if (options_.stage == 0) {
       average_stream_.record(averaged_);
       engine_stream_.wait(averaged_);
@@ -253,19 +253,20 @@ void Reducer::finish(int index) {
   if (is_last() && u.offloaded) copy_down(index);
 }
 
-void Reducer::offer(int index, void* gradient, Stream stream) const {
-  if (!options_.on_reduced_gradient) return;
+Status Reducer::offer(int index, void* gradient, Stream stream) const {
+  if (!options_.on_reduced_gradient) return {};
   const std::uint64_t slice = trainable_slice(index);
   try {
     options_.on_reduced_gradient({index, gradient, unit(index).gradient_type,
                                   static_cast<std::uint64_t>(context_.shard()) * slice, slice, stream});
-  } catch (const Error&) {
-    throw;
+  } catch (const Error& error) {
+    return error.status();
   } catch (const std::exception& error) {
-    throw Error(StatusCode::kInternal, std::string("on_reduced_gradient threw: ") + error.what());
+    return Status(StatusCode::kInternal, std::string("on_reduced_gradient threw: ") + error.what());
   } catch (...) {
-    throw Error(StatusCode::kInternal, "on_reduced_gradient threw what is no std::exception");
+    return Status(StatusCode::kInternal, "on_reduced_gradient threw what is no std::exception");
   }
+  return {};
 }
 
 // Adds this rank's slice of g to those of the other pipeline stages that have the unit. The sum is rounded to
@@ -435,7 +436,8 @@ void Reducer::HostSum::add() const {
   host_accumulate(reducer->context_.host_sum, target, count, false, reducer->updater_.host_runner());
 }
 
-// Runs in the order of the host's stream: g and its norm, from the sum over ranks and micro-steps.
+// Runs in the order of the host's stream: g and its norm, from the sum over ranks and micro-steps. If the
+// hook fails, no rank may vote for the step: the norms are gathered after this.
 void Reducer::average_on_host(int index) {
   const Unit& u = unit(index);
   if (!passes_over_host(3 * u.updated_count * sizeof(float))) return;
@@ -444,7 +446,10 @@ void Reducer::average_on_host(int index) {
   Status status =
       host_scale({sum, sum, u.updated_count, average_factor(), options_.dtype, DataType::kFloat32}, runner);
   FOREBAY_CHECK(status.ok(), "%s", status.to_string().c_str());
-  offer(index, sum, {});
+  if (status = offer(index, sum, {}); !status.ok()) {
+    return context_.communicator.abort(
+        status.with_context("rank " + std::to_string(context_.everyone().rank())));
+  }
   const std::uint64_t count = layout(index).trainable_slice(context_.ranks());
   float* const part = sum + static_cast<std::uint64_t>(context_.replica()) * count;
   float* aside = norm_aside_.data();

@@ -84,7 +84,7 @@ class Reducer : private StepPart {
   void average_accumulator(int unit);
   void finish(int unit);
   // EngineOptions::on_reduced_gradient.
-  void offer(int unit, void* gradient, Stream stream) const;
+  Status offer(int unit, void* gradient, Stream stream) const;
   void add_over_stages(int unit);
   void queue_norm(int unit);
   void copy_down(int unit);

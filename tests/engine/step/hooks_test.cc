@@ -3,6 +3,8 @@
 
 #include <gtest/gtest.h>
 
+#include <atomic>
+#include <barrier>
 #include <limits>
 #include <stdexcept>
 #include <string>
@@ -12,6 +14,7 @@
 #include "forebay/stream_call.h"
 #include "tests/engine/toy_cases.h"
 #include "tests/offload/memory_store.h"
+#include "tests/support/fake_gpu.h"
 
 namespace forebay::testing {
 namespace {
@@ -101,25 +104,53 @@ TEST(ReducedGradients, MayBeScaledBeforeTheirNorm) {
 }
 
 TEST(ReducedGradients, AnExceptionFailsTheEngineAndEndsNoProcess) {
-  for (const int stage : {0, 2, 3}) {
-    for (const bool is_standard : {true, false}) {
-      ToyOptions options = options_for(stage, DataType::kFloat32, 1);
-      options.engine.on_reduced_gradient = [=](const ReducedGradient&) {
-        if (!is_standard) throw 1;
-        throw std::runtime_error("my text");
-      };
-      const std::string text = is_standard ? "on_reduced_gradient threw: my text"
-                                           : "on_reduced_gradient threw what is no std::exception";
-      run_ranks(1, {}, [&](Rank& rank) {
-        ToyTrainer trainer(options, rank);
-        trainer.initialize();
-        try {
-          trainer.step(0);
-          ADD_FAILURE() << "no error at stage " << stage;
-        } catch (const Error& error) {
-          EXPECT_NE(std::string(error.what()).find(text), std::string::npos) << error.what();
+  for (const bool on_cuda : {false, true}) {
+    for (const int micro_steps : {1, 2}) {
+      for (const Setting& setting : kSettings) {
+        for (const int ranks : {1, 3}) {
+          const bool is_standard = ranks == 1;
+          const std::string text = is_standard ? "on_reduced_gradient threw: my text"
+                                               : "on_reduced_gradient threw what is no std::exception";
+          SCOPED_TRACE(text_of(setting) + ", " + std::to_string(ranks) + " ranks, " +
+                       std::to_string(micro_steps) + " micro-steps" + (on_cuda ? ", CUDA" : ""));
+          ToyOptions options = options_for(0, DataType::kFloat32, ranks);
+          options.engine.micro_steps = micro_steps;
+          apply(setting, options.engine, options.hooks);
+          FakeGpu gpu;
+          WorldOptions world;
+          if (on_cuda) world.create_backend = [&](int) { return gpu.create_backend(); };
+          std::barrier first_step_ended(ranks);
+          run_ranks(ranks, world, [&](Rank& rank) {
+            std::atomic<bool> throws = false;
+            ToyOptions mine = options;
+            mine.engine.on_reduced_gradient = [&](const ReducedGradient&) {
+              if (!throws) return;
+              if (!is_standard) throw 1;
+              throw std::runtime_error("my text");
+            };
+            ToyTrainer trainer(mine, rank);
+            trainer.initialize();
+            trainer.step(0);
+            const std::string digest = trainer.engine().shard_digest();
+            first_step_ended.arrive_and_wait();
+            throws = rank.communicator->rank() == ranks - 1;
+            try {
+              trainer.step(1);
+              ADD_FAILURE() << "no error";
+            } catch (const Error& error) {
+              const std::string thrower = "rank " + std::to_string(ranks - 1) + ": ";
+              const Plan plan = trainer.engine().plan();
+              const bool on_host = plan.offloads() && plan.adds_on_host();
+              EXPECT_NE(std::string(error.what()).find(on_host ? thrower + text : text), std::string::npos)
+                  << error.what();
+              rank.communicator->abort(error.status());  // As a trainer that ends does.
+            }
+            EXPECT_EQ(trainer.engine().committed_step(), 1u);
+            EXPECT_EQ(trainer.engine().shard_digest(), digest);
+            EXPECT_THROW(trainer.engine().step_begin(), Error);
+          });
         }
-      });
+      }
     }
   }
 }
