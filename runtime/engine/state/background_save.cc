@@ -57,7 +57,12 @@ BackgroundSave::~BackgroundSave() {
   {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [&] { return file_.has_value(); });
-    changed_.wait_for(lock, patience, [&] { return state_.has_value(); });
+    std::string seen = progress();
+    while (!changed_.wait_for(lock, patience, [&] { return state_.has_value(); })) {
+      std::string now = progress();
+      if (now == seen) break;
+      seen = std::move(now);
+    }
     gave_up_ = true;
   }
   changed_.notify_all();
@@ -72,6 +77,15 @@ BackgroundSave::~BackgroundSave() {
   }
   if (!state_->ok() && !told_)
     log(LogLevel::kWarning, "a state that was being saved is lost: %s", state_->message().c_str());
+}
+
+std::string BackgroundSave::progress() const {
+  if (job_.rank != 0 || !directory_) return {};
+  try {
+    return directory_->subdirectory(job_.temporary).progress();
+  } catch (const Error&) {
+    return {};  // The state has its name, or something removed it.
+  }
 }
 
 Status BackgroundSave::wait_for_file() {
@@ -136,8 +150,11 @@ void BackgroundSave::publish() {
       if (temporary.has(file)) break;
       std::unique_lock lock(mutex_);
       if (changed_.wait_for(lock, kLook, [&] { return gave_up_; })) {
-        throw Error(StatusCode::kIoError, "rank " + std::to_string(r) + " wrote no file in " +
-                                              temporary.path() + "; see the error of that rank");
+        const std::string silence =
+            patience.count() > 0 ? ", and no rank wrote there for " + std::to_string(patience.count()) + " ms"
+                                 : "";
+        throw Error(StatusCode::kIoError, "rank " + std::to_string(r) + " did not finish its file in " +
+                                              temporary.path() + silence + "; see the error of that rank");
       }
       if (files_there_ && std::chrono::steady_clock::now() - *files_there_ > kUnseen) {
         throw Error(StatusCode::kIoError,

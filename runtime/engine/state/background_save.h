@@ -43,8 +43,8 @@ class BackgroundSave {
   // Starts the thread. Without one the save has failed: see wait_for_file(). Requires: rank 0 has made the
   // temporary state.
   explicit BackgroundSave(BackgroundSaveJob job);
-  // Waits for this rank's file, and rank 0 then at most `patience` for the others. Removes what a failed save
-  // left: earlier, the threads of other ranks may still write into it.
+  // Waits for this rank's file, and rank 0 then for the others, until none was written to for `patience`.
+  // Removes what a failed save left: earlier, the threads of other ranks may still write into it.
   ~BackgroundSave();
   BackgroundSave(const BackgroundSave&) = delete;
   BackgroundSave& operator=(const BackgroundSave&) = delete;
@@ -57,16 +57,18 @@ class BackgroundSave {
   // Rank 0 waits no longer for files of other ranks.
   void give_up();
 
-  // For the destructor. Smaller: a state that other ranks are still writing is lost. Larger: a program whose
-  // other ranks were killed ends later.
+  // For the destructor. Smaller: a state is lost when a rank waits long for its copy or its drive. Larger: a
+  // program whose other ranks were killed ends later.
   std::chrono::milliseconds patience{10'000};
 
  private:
   void run();
   void publish();
+  // Of all ranks: it changes while one writes.
+  std::string progress() const;
 
   BackgroundSaveJob job_;
-  std::optional<StateDirectory> directory_;  // Used by the thread until it has ended.
+  std::optional<StateDirectory> directory_;  // Constant from the thread's file on.
   std::mutex mutex_;
   std::condition_variable changed_;
   // Guarded by mutex_.

@@ -57,6 +57,8 @@ class StateDirectory {
   void write_synced(const std::string& name, const std::string& text) const;
   bool has(const std::string& name) const;
   std::vector<std::string> names() const;
+  // Text that changes when a file here is written, or has another name.
+  std::string progress() const;
   void rename(const std::string& from, const std::string& to) const;
   // False where the file system renames no such directory, as an overlay does with one of a lower layer.
   bool rename_directory(const std::string& from, const std::string& to) const;

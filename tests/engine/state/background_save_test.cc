@@ -33,6 +33,7 @@
 #include "tests/engine/toy_cases.h"
 #include "tests/offload/memory_store.h"
 #include "tests/support/gate.h"
+#include "tests/support/let_others_run.h"
 #include "tests/support/temporary_directory.h"
 #include "tests/support/thread_limit.h"
 
@@ -327,6 +328,53 @@ TEST_F(BackgroundSave, WhatAFailedSaveLeftIsRemovedWhenAllRanksKnow) {
   }
   EXPECT_FALSE(fs::exists(temporary));
   EXPECT_NO_THROW(internal::StateLock(directory, true));
+}
+
+internal::BackgroundSaveJob job_of_rank(const std::string& directory, int rank) {
+  internal::BackgroundSaveJob job;
+  job.directory = directory;
+  job.temporary = temporary_of_one();
+  job.rank = rank;
+  job.ranks = 2;
+  job.copied = [] { return Status(); };
+  job.write = [](internal::StateFile file) { internal::StateFileWriter(std::move(file), {}, {}).finish(); };
+  job.manifest = {{"ranks", 2}};
+  job.published = [](const internal::StateDirectory&) {};
+  return job;
+}
+
+TEST_F(BackgroundSave, TheEndWaitsForARankAsLongAsItWrites) {
+  constexpr std::chrono::milliseconds kPatience{1'000};
+  const internal::StateDirectory directory(directory_);
+  directory.make_subdirectory(temporary_of_one());
+  internal::BackgroundSaveJob slow = job_of_rank(directory_, 1);
+  slow.write = [&, whole = slow.write](internal::StateFile file) {
+    for (const auto end = Clock::now() + 3 * kPatience; Clock::now() < end; let_others_run())
+      file.write("x", 1);
+    whole(directory.subdirectory(temporary_of_one()).create("." + internal::state_file_name(1, 2)));
+  };
+  internal::BackgroundSave other(std::move(slow));
+  {
+    internal::BackgroundSave save(job_of_rank(directory_, 0));
+    save.patience = kPatience;
+  }
+
+  EXPECT_TRUE(fs::exists(place(internal::state_name(1))));
+}
+
+TEST_F(BackgroundSave, TheEndGivesUpARankThatWritesNothing) {
+  const internal::StateDirectory directory(directory_);
+  directory.make_subdirectory(temporary_of_one());
+  ::testing::internal::CaptureStderr();
+  {
+    internal::BackgroundSave save(job_of_rank(directory_, 0));
+    save.patience = std::chrono::milliseconds(20);
+  }
+
+  const std::string log = ::testing::internal::GetCapturedStderr();
+  for (const char* words : {"rank 1 did not finish its file in", "no rank wrote there for 20 ms"})
+    EXPECT_NE(log.find(words), std::string::npos) << log;
+  EXPECT_FALSE(fs::exists(place(temporary_of_one())));
 }
 
 // On a busy machine all ranks would wait for a thread with less.
