@@ -84,6 +84,15 @@ bool is_lock_of_another(int file, const std::string& holder) {
 [[noreturn]] void refuse_locked(int file, const std::string& directory, const std::string& path,
                                 const std::string& holder) {
   const std::string cannot = "cannot save in " + shown_path(directory) + ": ";
+  struct stat facts {};
+  if (::fstat(file, &facts) == 0 && facts.st_nlink > 1) {
+    throw Error(StatusCode::kUnavailable,
+                cannot + "a job holds the lock " + shown_path(path) +
+                    (holder.empty() ? "" : " (" + holder + ")") +
+                    ", which is a hard link that another directory has too, as after cp -al; if that job "
+                    "saves in the other directory, remove this link; if it saves here, give this job a "
+                    "directory of its own, or end the other one");
+  }
   if (is_lock_of_another(file, holder)) {
     throw Error(
         StatusCode::kUnavailable,

@@ -255,6 +255,30 @@ TEST_F(SavedStateFiles, AnotherJobIsToldWhoSavesThere) {
   EXPECT_EQ(load(directory_), 2U);
 }
 
+TEST_F(SavedStateFiles, ALockThatACopyByLinksSharesIsNamed) {
+  save(directory_, 1);
+  Child other([&](int out) {
+    const StateLock lock{StateDirectory(directory_)};
+    report(out, 1);
+    for (;;) ::pause();
+  });
+  std::uint64_t ready = 0;
+  ASSERT_TRUE(other.next(ready));
+  const std::string copy = file("copy");
+  fs::create_directory(copy);
+  fs::create_hard_link(file(".lock"), copy + "/.lock");
+
+  const Status refused = verdict([&] { save(copy, 2); });
+  fs::remove(copy + "/.lock");
+
+  EXPECT_EQ(refused.code(), StatusCode::kUnavailable);
+  for (const std::string& words : {"process " + std::to_string(other.process()) + " on ",
+                                   std::string("is a hard link"), std::string("remove this link")})
+    EXPECT_NE(refused.message().find(words), std::string::npos) << refused.message();
+  save(copy, 2);
+  EXPECT_EQ(load(copy), 2U);
+}
+
 mode_t mode_of(const std::string& path) {
   struct stat facts {};
   return ::stat(path.c_str(), &facts) == 0 ? facts.st_mode & 07777 : 0;
