@@ -247,6 +247,11 @@ class Modules(OverFakes, passes.Modules, unittest.TestCase):
     pass
 
 
+class ModulesWithoutChecks(Modules):
+    def adamw(self, model):
+        return adamw(sharded(model, check=False))
+
+
 class Values(unittest.TestCase):
     def test_state_dict_of_the_model_and_of_a_module(self):
         plain, model = models.make(), models.make()

@@ -829,6 +829,42 @@ class Loops(unittest.TestCase):
         for stage in STAGES:
             self.compare(loop, stage)
 
+    def test_weights_that_are_not_followed_where_the_backward_pass_reads_them(self):
+        from forebay.torch import sharded
+
+        for context in (lambda: mock.patch.object(sharded, "_program_hooks", None),
+                        lambda: torch.autograd.graph.disable_saved_tensors_hooks("")):
+            for check in (None, False):
+                model = forebay.shard(make(), stage=3, check=check)
+                optimizer = forebay.AdamW(model, lr=0.05)
+                for _ in range(2):
+                    with context(), self.assertRaisesRegex(forebay.Unsupported, r"2 got a gradient before .* returned.*in a tuple"):
+                        torch.vmap(model)(inputs(0)).square().sum().backward()
+                    optimizer.zero_grad()
+                with context():
+                    model(inputs(0)).square().sum().backward()
+                optimizer.step()
+
+    @unittest.skipUnless(passes.SHOWS_READS, "needs torch 2.8")
+    def test_transforms_of_functions_over_activations_within_a_unit(self):
+        class Corrected(nn.Linear):
+            def forward(self, x):
+                y = super().forward(x)
+                return y + torch.func.grad(lambda y: y.tanh().square().sum())(y)
+
+        def loop(model, adamw):
+            model[2].__class__ = Corrected
+            optimizer = adamw(model)
+            for step in range(3):
+                with torch.autograd.graph.disable_saved_tensors_hooks("torch.func"):
+                    loss = model(inputs(step)).square().sum()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        for stage in STAGES:
+            self.compare(loop, stage)
+
     def test_two_backward_passes_over_a_graph_of_two_uses_after_a_lost_pass(self):
         def loop(model, adamw):
             optimizer = adamw(model)

@@ -100,8 +100,10 @@ class _Call:
 
     def watch(self) -> None:
         """From now on to unwatch(). Not at stages where weights stay."""
-        if (self.unit.owner.stage != 3 or self.unit.owner.given.get("check") is False or _program_hooks is None
-                or not torch.is_grad_enabled() or not torch._C._autograd._saved_tensors_hooks_is_enabled()):
+        if self.unit.owner.stage != 3 or not torch.is_grad_enabled():
+            return
+        if _program_hooks is None or not torch._C._autograd._saved_tensors_hooks_is_enabled():
+            self.unit.is_unwatched = True
             return
         while True:
             outer = _top_call()
@@ -132,10 +134,11 @@ class _Call:
         return _Weights(packed, units) if units else packed
 
     def unpack(self, packed: Any) -> torch.Tensor:
+        units = [] if self.unit.plan.is_table else [self.unit]  # A checkpoint within it may follow, which reads its weights again.
         if isinstance(packed, _Weights):
             packed, units = packed
-            if _task() != -1:  # Else the program looks at the graph.
-                self.need(units)
+        if units and _task() != -1:  # Else the program looks at the graph.
+            self.need(units)
         if self.program:
             return self.program[1](packed)
         return kept(packed) if isinstance(packed, Kept) else packed
@@ -181,6 +184,7 @@ class Unit:
         self.is_read = False  # This backward pass has an acquisition besides its own, only to read weights.
         self.given: Set[nn.Parameter] = set()  # Their gradients came in the latest acquisition for a backward pass.
         self.frames: List[_Call] = []
+        self.is_unwatched = False  # Operators of some forward pass saved its weights unseen.
 
     @property
     def held(self) -> int:
@@ -1076,8 +1080,9 @@ class Sharded:
                               "switch it after optimizer.step()")
         places = [(self.units[u], i) for u, i in self.places[p]]
         unit, index = next((at for at in places if at[0].in_backward), places[0])
-        unseen = not unit.in_backward  # Its backward pass has read no weights, or a torch before 2.8 does not show it.
-        if unseen:
+        if not unit.in_backward:  # Its backward pass has read no weights, or unseen.
+            if self.stage == 3 and unit.is_unwatched:
+                self.refuse_unseen(unit, p)
             unit.acquire_backward(task)
         address, adds = self.engine.gradient(unit.index, index)
         key = (p, address)
@@ -1091,8 +1096,17 @@ class Sharded:
         unit.given.add(p)
         self.has_gradients = True
         self.note_gradient(p)
-        if unseen and self.stage == 3 and _program_hooks is None:
-            unit.end_backward()  # The next gradient is an error.
+
+    @staticmethod
+    def refuse_unseen(unit: Unit, p: nn.Parameter) -> None:
+        """Errors: Unsupported where operators may have read released weights before this gradient."""
+        if unit.plan.is_table or _program_hooks is None and unit.plan.own == [p] and p.dim() < 2:  # As a scale or a bias.
+            return
+        reason = ("PyTorch before 2.8 does not show the weights that operators save" if _program_hooks is None else
+                  "disable_saved_tensors_hooks() hid the weights that operators saved")
+        raise Unsupported(f"{unit.name} got a gradient before the tensors that it returned, as under torch.vmap(), and {reason}, so the "
+                          "pass has read released ones; return the tensors of the loss in a tuple, list, dict or dataclass, or use "
+                          "shard(stage=2)")
 
     def note_gradient(self, p: nn.Parameter) -> None:
         """Its unit waits for one gradient less."""
