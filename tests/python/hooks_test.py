@@ -25,6 +25,7 @@ support.need_library()  # It knows the options.
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import forebay
 from fake_engine import FakeEngine
@@ -250,6 +251,30 @@ class Modules(OverFakes, passes.Modules, unittest.TestCase):
 class ModulesWithoutChecks(Modules):
     def adamw(self, model):
         return adamw(sharded(model, check=False))
+
+
+class Frozen(unittest.TestCase):
+    def test_weights_that_a_reentrant_checkpoint_reads_after_the_last_gradient_of_the_unit(self):
+        class Scaled(nn.LayerNorm):
+            def __init__(self):
+                super().__init__(8)
+                self.scale = nn.Parameter(torch.ones(8))
+                self.weight.requires_grad_(False)
+                self.bias.requires_grad_(False)
+
+            def forward(self, x):
+                return super().forward(x) * self.scale
+
+        for check in (None, False):
+            model = nn.ModuleList([nn.Linear(8, 8), Scaled(), nn.Linear(8, 8)])
+            model.forward = lambda x: model[2](checkpoint(model[1], model[0](x), use_reentrant=True)).square().mean()
+            optimizer = adamw(sharded(model, check=check))
+            for _ in range(3):
+                with mock.patch.object(Sharded, "acquire", autospec=True, side_effect=Sharded.acquire) as acquire:
+                    model(torch.ones(2, 8)).backward()
+                self.assertEqual(acquire.call_count, 6)  # Each unit for its forward and its backward pass.
+                optimizer.step()
+                optimizer.zero_grad()
 
 
 class Values(unittest.TestCase):

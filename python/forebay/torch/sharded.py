@@ -277,8 +277,9 @@ class Unit:
     def compute_again(self, task: int) -> None:
         if not self.in_backward:
             self.acquire_backward(task)
-            # With use_reentrant=True the gradients come in a pass within this one.
-            self.task, self.pending = _ANY_TASK, self.trainable
+            # With use_reentrant=True the gradients come in a pass within this one. Frozen weights are read after the last of them, until
+            # the inputs have theirs.
+            self.task, self.pending = _ANY_TASK, self.trainable + any(self.frozen)
         self.read_backward()
 
     def read_backward(self) -> None:
