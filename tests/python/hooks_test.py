@@ -727,6 +727,48 @@ class Optimizers(unittest.TestCase):
         with self.assertRaisesRegex(forebay.Unsupported, "Lion cannot run in shards"):
             rule_of(Lion, eight_bit=True)
 
+    def test_groups_that_a_wrapped_optimizer_has_later(self):
+        def wrapped(kind=torch.optim.AdamW):
+            model = sharded(models.make())
+            given = kind(model.parameters(), lr=1e-2, weight_decay=0.0)
+            with mock.patch.object(Sharded, "make_engine", lambda self: FakeEngine()):
+                return model, given, forebay.wrap(given)
+
+        def step(model, optimizer):
+            optimizer.zero_grad()
+            model(*models.batch(0, 0)).backward()
+            optimizer.step()
+
+        def load(given):
+            given.load_state_dict({**given.state_dict(), "state": {}})
+
+        def assign(given):
+            given.param_groups = [{**group} for group in given.param_groups]
+
+        for change in (load, assign):
+            model, given, optimizer = wrapped()
+            change(given)
+            self.assertIs(optimizer.param_groups, given.param_groups)
+            given.param_groups[0]["lr"] = 0.0
+            before = forebay.digest(model)
+            step(model, optimizer)
+            self.assertEqual(forebay.digest(model), before)
+            optimizer.load_state_dict({**optimizer.state_dict(), "param_groups": [{**given.param_groups[0], "lr": 0.5, "params": list(
+                range(len(given.param_groups[0]["params"])))}]})
+            self.assertEqual(given.param_groups[0]["lr"], 0.5)
+
+        def add(given):
+            given.add_param_group({"params": list(nn.Linear(2, 2).parameters())})
+
+        def exchange(given):
+            given.param_groups[0]["params"][-1] = nn.Parameter(torch.ones(2))
+
+        for change in (add, exchange):
+            model, given, optimizer = wrapped()
+            change(given)
+            with self.assertRaisesRegex(forebay.Unsupported, "param_groups, added or moved after .* give all groups at once"):
+                step(model, optimizer)
+
     def test_the_hooks_of_an_optimizer_are_called(self):
         model = sharded(models.make())
         plain = torch.optim.AdamW(model.parameters())

@@ -6,7 +6,7 @@ import collections
 import inspect
 import math
 import warnings
-from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Optional, Set, Tuple
 
 import torch
 from torch import nn
@@ -63,6 +63,7 @@ class Optimizer(torch.optim.Optimizer):
     `step()` is collective.
     """
 
+    wrapped: Tuple[torch.optim.Optimizer, ...] = ()
     _step_supports_amp_scaling = True  # torch.amp.GradScaler calls step() always; one that is not finite changes nothing.
 
     def __init__(self, sharded: Sharded, rule: str, groups: List[Dict[str, Any]], defaults: Dict[str, Any]) -> None:
@@ -72,7 +73,6 @@ class Optimizer(torch.optim.Optimizer):
         self.last: Optional[core.StepResult] = None
         self.grad_norm: Optional[float] = None
         self.is_stepped = False  # Since zero_grad().
-        self.wrapped: Tuple[torch.optim.Optimizer, ...] = ()
         self.fixed = {**_OFF, **_CONSTANTS.get(rule, {})}
         self._check_groups()
         self.choices = [self._choices(group) for group in self.param_groups]
@@ -88,11 +88,31 @@ class Optimizer(torch.optim.Optimizer):
             sharded.engine.reset_moments()
             sharded.optimizer = self
         sharded.guard.begin_step()
+        self.members = self._members()
         wanted = _groups_of(self.param_groups)
-        self.parameter_count = len(wanted)
         if {p: sharded.groups.get(p, 0) for p in wanted} != wanted:
             raise InvalidArgument("the model was used, or had another optimizer, before this one with other parameter "
                                   "groups was made; make one optimizer right after shard()")
+
+    @property
+    def param_groups(self) -> List[Dict[str, Any]]:
+        """Those that the wrapped optimizers have now: load_state_dict() gives them others."""
+        if not self.wrapped:
+            return self._groups
+        return self.wrapped[0].param_groups if len(self.wrapped) == 1 else [group for one in self.wrapped for group in one.param_groups]
+
+    @param_groups.setter
+    def param_groups(self, groups: List[Dict[str, Any]]) -> None:
+        for one in self.wrapped[:-1]:
+            count = len(one.param_groups)
+            one.param_groups, groups = groups[:count], groups[count:]
+        if self.wrapped:
+            self.wrapped[-1].param_groups = groups
+        else:
+            self._groups = groups
+
+    def _members(self) -> List[Set[int]]:
+        return [set(map(id, group["params"])) for group in self.param_groups]
 
     def _check_groups(self) -> None:
         grouped = _groups_of(self.param_groups)
@@ -176,9 +196,11 @@ class Optimizer(torch.optim.Optimizer):
             if wrapped.state:
                 raise InvalidArgument(_NO_MOMENTS)
             wrapped._opt_called = True  # Its schedulers ask for this.
-        if sum(len(group["params"]) for group in self.param_groups) != self.parameter_count:
-            raise Unsupported("parameters were taken out of param_groups, or added, after the optimizer was made; freeze a "
+        if self._members() != self.members:
+            raise Unsupported("parameters were taken out of param_groups, added or moved after the optimizer was made, as by "
+                              "add_param_group(), and the engine updates those that it had then; give all groups at once, or freeze a "
                               "parameter by requires_grad_(False) between steps, which leaves it as it is")
+        _tell_muon(self.rule, self.param_groups)
         if self.sharded.optimizer not in (None, self):
             raise InvalidArgument("another optimizer of this model makes its steps, and the moments are that one's; call its "
                                   "step(), or make a new optimizer, which begins with moments of zero")
@@ -230,11 +252,9 @@ class Optimizer(torch.optim.Optimizer):
         """Takes the parameter groups. Errors: InvalidArgument for moments."""
         if state_dict.get("state"):
             raise InvalidArgument(_NO_MOMENTS)
-        groups = self.param_groups
         super().load_state_dict(state_dict)
-        for group, loaded in zip(groups, self.param_groups):
+        for group, loaded in zip(self.param_groups, self.__dict__.pop("param_groups")):  # Where torch puts them, past the property.
             group.update(loaded)
-        self.param_groups = groups  # Schedulers of the wrapped optimizer know these.
         self.state = _Moments()
 
     def add_param_group(self, param_group: Dict[str, Any]) -> None:
@@ -386,15 +406,19 @@ def wrap(optimizer: torch.optim.Optimizer, others: Optional[torch.optim.Optimize
     if any(one.state for one in wrapped):
         raise InvalidArgument("the optimizer has made a step, and its moments cannot move; wrap it before the first")
     groups = [group for one in wrapped for group in one.param_groups]
-    if rule == "muon":
-        for group in groups:
-            group["use_muon"] = "momentum" in group
+    _tell_muon(rule, groups)
     made = Optimizer(_owner_of(groups), rule, [dict(group) for group in groups], dict(optimizer.defaults))
-    made.param_groups, made.wrapped = groups, wrapped  # Schedulers of the given optimizers go on working.
+    made.wrapped = wrapped  # Schedulers of the given optimizers go on working.
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):  # And so do hooks, also those to come.
         hooks = [getattr(one, name) for one in wrapped]
         setattr(made, name, hooks[0] if others is None else collections.ChainMap(*hooks))
     return made
+
+
+def _tell_muon(rule: str, groups: List[Dict[str, Any]]) -> None:
+    """Groups of torch.optim.Muon, and of the AdamW beside it, say which of the two they are."""
+    for group in groups if rule == "muon" else ():
+        group.setdefault("use_muon", "momentum" in group)
 
 
 def _rule_of(optimizer: torch.optim.Optimizer) -> str:
