@@ -586,6 +586,20 @@ class OneRank(unittest.TestCase):
                 self.assertEqual(model(*models.batch(0, 0)).item(), expected)
             models.train(model, optimizer, steps=1)
 
+    def test_values_that_a_block_holds_are_not_written_or_saved(self):
+        model = forebay.shard(models.make(), stage=3)
+        optimizer = forebay.AdamW(model)
+        models.train(model, optimizer)
+        state, before = model.state_dict(), forebay.digest(model)
+        with tempfile.TemporaryDirectory() as directory:
+            for call in (lambda: forebay.gathered(model, write=True).__enter__(), lambda: forebay.save(model, directory), optimizer.step,
+                         lambda: model.load_state_dict(state), lambda: forebay.digest(model)):
+                with self.assertRaisesRegex(forebay.InvalidArgument, r"and forebay\.gathered\(model\) holds them; do this after"):
+                    with forebay.gathered(model):
+                        call()
+        self.assertEqual(forebay.digest(model), before)
+        models.train(model, optimizer, steps=1)
+
     def test_autocast_over_a_model_in_bf16(self):
         model = forebay.shard(models.make(), stage=3, dtype="bf16")
         forebay.AdamW(model)

@@ -1233,6 +1233,9 @@ class Sharded:
 
     def end_evaluation(self) -> None:
         if self.evaluating:
+            if self.readers and any(unit.held for unit in self.units):
+                raise InvalidArgument("steps, saves and writes need the weights in their shards, and forebay.gathered(model) holds them; do "
+                                      "this after that block, or give it write=True to change values")
             self.calling = True
             self.engine.evaluation_end()
             self.evaluating = False
