@@ -457,6 +457,32 @@ class OneRank(unittest.TestCase):
             found[sharded.names[p]] = master
         return found
 
+    def test_a_pass_with_gradients_while_values_are_written_is_refused(self):
+        for stage in (0, 2, 3):
+            model = forebay.shard(models.make(), stage=stage)
+            optimizer = forebay.AdamW(model, lr=1e-2)
+            models.train(model, optimizer)
+            for call in (lambda: model(*models.batch(0, 0)), lambda: model.norm(torch.ones(1, model.norm.weight.numel()))):
+                with self.subTest(stage=stage), forebay.gathered(model, write=True), torch.enable_grad():
+                    with self.assertRaisesRegex(forebay.InvalidArgument, r"are being written by gathered\(model, write=True\)"):
+                        call()
+                    with torch.no_grad():
+                        model.norm.weight.fill_(3)
+                self.assertEqual(model.state_dict()["norm.weight"][0], 3)
+            models.train(model, optimizer, steps=1)
+
+    def test_values_that_cannot_be_set_are_dropped(self):
+        for stage in (0, 3):
+            model = forebay.shard(models.make(), stage=stage)
+            optimizer = forebay.AdamW(model, lr=1e-2)
+            models.train(model, optimizer)
+            trained = forebay.digest(model)
+            with mock.patch.object(sharded.Sharded, "set_value", side_effect=KeyError), self.assertRaises(KeyError):
+                with forebay.gathered(model, write=True):
+                    model.norm.weight.mul_(3)
+            self.assertEqual(forebay.digest(model), trained)
+            models.train(model, optimizer, steps=1)
+
     def test_an_exception_within_gathered_drops_the_writes(self):
         for options in ({}, {"dtype": "bf16"}, {"offload": "optimizer"}):
             for stage in (0, 2, 3):

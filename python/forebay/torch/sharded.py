@@ -913,6 +913,7 @@ class Sharded:
 
         True if it opened a micro-step.
         """
+        self.refuse_writing()
         self.end_evaluation()
         if self.in_step and not self.backward_over:
             return False

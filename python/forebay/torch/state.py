@@ -215,8 +215,8 @@ def gathered(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
     `write`: values that were changed within stay, by load_state_dict() and load() too; all ranks must write the same. Tensors that
     were assigned before, by p.data = tensor, are taken over. An element that is not changed, as its 16 bits show, keeps its fp32
     master, unless it was loaded.
-    Errors, with `write`: InvalidArgument while gradients wait for optimizer.step(), and for step(), save(), restore() and
-    digest() within.
+    Errors: InvalidArgument for passes with gradients within, and at stage 3 or with `write` for step(), save(), restore() and digest();
+    with `write`, while gradients wait for optimizer.step().
     """
     sharded = sharded_of(model)
     if sharded.writing:
@@ -244,15 +244,13 @@ def gathered(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
         with torch.no_grad():
             yield model
         values = {p: p.data for p in values}
-    except BaseException:
-        sharded.drop_writes(versions)
-        raise
     finally:
         try:
             for p, home in sharded.homes.items():
                 p.data = home
         finally:
             sharded.writing = False
+        sharded.drop_writes(versions)  # Until the values are set below.
         sharded.guard.follow_all()
         sharded.end_evaluation()  # Passes and state_dict() within.
     sharded.refuse_replaced()
