@@ -96,7 +96,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> List[Dict[str, Any]]:
-        """Those that the wrapped optimizers have now: load_state_dict() gives them others."""
+        """The groups that the wrapped optimizers have now: load_state_dict() gives them others."""
         if not self.wrapped:
             return self._groups
         return self.wrapped[0].param_groups if len(self.wrapped) == 1 else [group for one in self.wrapped for group in one.param_groups]

@@ -64,7 +64,7 @@ class BackgroundSave {
  private:
   void run();
   void publish();
-  // Of all ranks: it changes while one writes.
+  // Changes while a rank writes.
   std::string progress() const;
 
   BackgroundSaveJob job_;
