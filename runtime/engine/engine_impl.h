@@ -312,9 +312,16 @@ struct Engine::Impl : StepContext {
   void read_copied_part(const SavedPart& part, const std::byte* copied, std::vector<float>& memory) const;
   Communicator& state_ranks(const std::string& directory);
   bool saves(int unit, const ParameterShape& parameter) const;
-  // `kept`: of each part its values, which stay; or null, and `read` gives them.
-  void write_values(internal::StateFile target, const SavedFile& saved,
-                    const std::vector<const std::byte*>& kept, const PartReader& read) const;
+  // Copies of the values that stay, by part; null: the part has other bytes than its file. And the checksums
+  // of their runs, in order.
+  struct FinishedCopies {
+    std::vector<const std::byte*> parts;
+    std::vector<std::uint64_t> checksums;
+  };
+  FinishedCopies finish_copies(const SavedFile& saved) const;
+  // `read` gives the parts of which there is no copy.
+  void write_values(internal::StateFile target, const SavedFile& saved, const FinishedCopies& copies,
+                    const PartReader& read) const;
   nlohmann::json state_manifest(const std::string& trainer_state, int saving_ranks) const;
   std::string load_state(const std::string& directory, std::optional<std::uint64_t> step);
   std::string load_state(Communicator& loading, const std::string& directory, const std::string& name);

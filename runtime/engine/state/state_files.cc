@@ -388,10 +388,12 @@ void StateFileWriter::append_kept(const std::byte* data, std::uint64_t bytes) {
 
 // Leaves a part of a page.
 void StateFileWriter::write_pages() {
-  const std::uint64_t bytes = pending_bytes_ - pending_bytes_ % kPageBytes;
-  file_.write(pending_, bytes);
-  pending_ += bytes;
-  pending_bytes_ -= bytes;
+  while (pending_bytes_ >= kPageBytes) {
+    const std::uint64_t bytes = std::min(pending_bytes_ - pending_bytes_ % kPageBytes, kPieceBytes);
+    file_.write(pending_, bytes);
+    pending_ += bytes;
+    pending_bytes_ -= bytes;
+  }
 }
 
 void StateFileWriter::write(std::span<const float> values) {
@@ -421,16 +423,11 @@ void StateFileWriter::write(std::uint64_t count, const Fill& fill) {
   }
 }
 
-void StateFileWriter::write_run(const std::byte* values) {
+void StateFileWriter::write_run(const std::byte* values, const std::uint64_t* checksums) {
   FOREBAY_CHECK(next_ < runs_.size() && done_ == 0, "run %zu of %zu is begun", next_, runs_.size());
-  for (std::uint64_t left = runs_[next_++].count; left > 0;) {
-    const std::uint64_t count = std::min(left, kBlockCount);
-    const std::uint64_t bytes = count * sizeof(float);
-    checksums_.push_back(checksum_of(values, bytes));
-    append_kept(values, bytes);
-    values += bytes;
-    left -= count;
-  }
+  const std::uint64_t count = runs_[next_++].count;
+  checksums_.insert(checksums_.end(), checksums, checksums + ceil_div(count, kBlockCount));
+  append_kept(values, count * sizeof(float));
 }
 
 void StateFileWriter::finish() {

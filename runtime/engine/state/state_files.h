@@ -111,9 +111,9 @@ class StateFileWriter {
   // The same for values that `fill` writes, elements [first, first + count) of `count` to `target`.
   using Fill = std::function<void(std::byte* target, std::uint64_t first, std::uint64_t count)>;
   void write(std::uint64_t count, const Fill& fill);
-  // The next run, whose values stay until finish(). They go to the file without a copy where they lie in a
-  // page of memory as in a page of the file.
-  void write_run(const std::byte* values);
+  // The next run, whose values stay until finish(), with a checksum of each kBlockCount of them. They go to
+  // the file without a copy where they lie in a page of memory as in a page of the file.
+  void write_run(const std::byte* values, const std::uint64_t* checksums);
   // Writes the checksums and syncs the file. Requires: all runs are written.
   void finish();
 

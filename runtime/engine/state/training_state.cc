@@ -247,7 +247,7 @@ void Engine::Impl::save_state(const std::string& directory, const std::string& t
       PartInMemory held;
       write_values(
           files->subdirectory(temporary).create(internal::state_file_name(saving.rank(), saving.size())),
-          saved, std::vector<const std::byte*>(saved.parts.size()),
+          saved, FinishedCopies{.parts = std::vector<const std::byte*>(saved.parts.size())},
           [&](std::size_t part, std::uint64_t begin, std::uint64_t count, std::byte* target) {
             held.copy(part, begin, count, target,
                       [&](std::vector<float>& memory) { read_part(saved.parts[part], memory); });
@@ -301,13 +301,9 @@ void Engine::Impl::begin_save(const std::string& directory, const std::string& t
   updater->copy(saved_copies);
   job.copied = [this] { return updater->wait_for_copies(); };
   job.write = [this, saved = saved_file(saves_grid)](internal::StateFile file) {
-    updater->finish_copies();
-    updater->end_copies();
-    std::vector<const std::byte*> kept;
-    for (std::size_t i = 0; i < saved.parts.size(); ++i)
-      kept.push_back(is_copied_as_saved(saved.parts[i]) ? saved_targets[i] : nullptr);
+    const FinishedCopies copies = finish_copies(saved);
     PartInMemory held;
-    write_values(std::move(file), saved, kept,
+    write_values(std::move(file), saved, copies,
                  [&](std::size_t number, std::uint64_t begin, std::uint64_t count, std::byte* target) {
                    held.copy(number, begin, count, target, [&](std::vector<float>& memory) {
                      read_copied_part(saved.parts[number], saved_targets[number], memory);
@@ -554,16 +550,39 @@ Engine::Impl::SavedFile Engine::Impl::saved_file(bool saves_grid) const {
 }
 
 // Threads: any.
+Engine::Impl::FinishedCopies Engine::Impl::finish_copies(const SavedFile& saved) const {
+  FinishedCopies copies;
+  auto next = saved.runs.begin();
+  for (std::size_t i = 0; i < saved.parts.size(); ++i) {
+    const std::byte* const part = is_copied_as_saved(saved.parts[i]) ? saved_targets[i] : nullptr;
+    copies.parts.push_back(part);
+    for (const std::uint64_t begin : saved.begins[i]) {
+      const std::uint64_t end = begin + (next++)->count;
+      for (std::uint64_t at = begin; part != nullptr && at < end; at += internal::kBlockCount) {
+        const std::uint64_t bytes = std::min(end - at, internal::kBlockCount) * sizeof(float);
+        updater->finish_copy(part + at * sizeof(float), bytes, [&](const std::byte* values) {
+          copies.checksums.push_back(checksum_of(values, bytes));
+        });
+      }
+    }
+  }
+  updater->finish_copies();
+  updater->end_copies();
+  return copies;
+}
+
 void Engine::Impl::write_values(internal::StateFile target, const SavedFile& saved,
-                                const std::vector<const std::byte*>& kept, const PartReader& read) const {
+                                const FinishedCopies& copies, const PartReader& read) const {
   internal::StateFileWriter file(std::move(target), saved.parameters, saved.runs);
+  const std::uint64_t* checksums = copies.checksums.data();
   auto next = saved.runs.begin();
   for (std::size_t i = 0; i < saved.parts.size(); ++i) {
     if (hooks.before_state_write) hooks.before_state_write(saved.parts[i].count * sizeof(float));
     for (const std::uint64_t begin : saved.begins[i]) {
       const std::uint64_t run_count = (next++)->count;
-      if (kept[i] != nullptr) {
-        file.write_run(kept[i] + begin * sizeof(float));
+      if (copies.parts[i] != nullptr) {
+        file.write_run(copies.parts[i] + begin * sizeof(float), checksums);
+        checksums += ceil_div(run_count, internal::kBlockCount);
         continue;
       }
       file.write(run_count, [&](std::byte* target, std::uint64_t first, std::uint64_t count) {

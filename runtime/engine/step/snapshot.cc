@@ -14,6 +14,7 @@ constexpr std::uint64_t kTurnBytes = 256u << 10;
 }  // namespace
 
 void Snapshot::begin(std::vector<Part> parts) {
+  std::sort(parts.begin(), parts.end(), [](const Part& a, const Part& b) { return a.copy < b.copy; });
   const std::lock_guard lock(mutex_);
   parts_ = std::move(parts);
   begun_ = true;
@@ -51,7 +52,30 @@ bool Snapshot::is_begun() const {
   return begun_;
 }
 
-void Snapshot::finish() {
+void Snapshot::finish(const std::byte* copy, std::uint64_t bytes, const See& see) {
+  {
+    std::unique_lock lock(mutex_);
+    kept_.wait(lock, [&] { return keeping_ == 0; });
+    if (Part* const part = is_live_ ? part_of(copy) : nullptr) {
+      const auto offset = static_cast<std::uint64_t>(copy - part->copy);
+      const std::byte* const values = part->live + offset;
+      stream_copy(part->copy + offset, values, bytes);
+      part->done = offset + bytes;
+      return see(values);
+    }
+  }
+  see(copy);
+}
+
+Snapshot::Part* Snapshot::part_of(const std::byte* copy) {
+  const auto after = std::upper_bound(parts_.begin(), parts_.end(), copy,
+                                      [](const std::byte* at, const Part& part) { return at < part.copy; });
+  if (after == parts_.begin()) return nullptr;
+  Part& part = *(after - 1);
+  return copy < part.copy + part.bytes ? &part : nullptr;
+}
+
+void Snapshot::finish_rest() {
   for (std::size_t i = 0;;) {
     std::unique_lock lock(mutex_);
     kept_.wait(lock, [&] { return keeping_ == 0; });

@@ -20,7 +20,7 @@ class Snapshot {
     std::byte* copy = nullptr;  // The place of its copy, pinned.
     const std::byte* live = nullptr;
     std::uint64_t bytes = 0;
-    std::uint64_t done = 0;  // Bytes that were copied.
+    std::uint64_t done = 0;  // Bytes that were copied, or passed over.
   };
   using Copy = std::function<void(std::byte* target, const std::byte* source, std::uint64_t bytes)>;
 
@@ -36,16 +36,23 @@ class Snapshot {
   // Whether keep() may have work. Threads: that of begin().
   bool is_begun() const;
 
-  // Copies all. Order: behind open(). Threads: one.
-  void finish();
+  // Copies the `bytes` bytes whose copies begin at `copy`, and calls `see` with them where the processor has
+  // them in its cache. They are of one part, or were copied before. A change of the values waits meanwhile.
+  // Order: behind open(); ascending in each part. Threads: one.
+  using See = std::function<void(const std::byte* values)>;
+  void finish(const std::byte* copy, std::uint64_t bytes, const See& see);
+  // Copies all that finish() has not come to. Order: behind open(). Threads: one.
+  void finish_rest();
 
  private:
+  Part* part_of(const std::byte* copy);
+
   // Calls of keep(), for which finish() makes room: a mutex alone may always go to the thread that had it.
   std::atomic<int> keeping_{0};
   mutable std::mutex mutex_;
   std::condition_variable kept_;
   // Guarded by mutex_.
-  std::vector<Part> parts_;
+  std::vector<Part> parts_;  // By `copy`.
   bool begun_ = false;
   bool is_live_ = false;
 };

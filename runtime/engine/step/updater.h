@@ -48,14 +48,17 @@ class Updater : private StepPart {
   void end();
 
   // Queues the copies after the last update; the next one waits for them. Memory that the host can read is
-  // copied only in keep_copies() and synchronize(), and only what finish_copies() has not copied by then.
-  // Waits for the copies of leased memory.
-  // Order: when the copies before are complete, and after end_copies(). Requires: `copies` stay until then.
+  // copied only in keep_copies() and synchronize(), and only what finish_copy() and finish_copies() have not
+  // copied by then. Waits for the copies of leased memory. Order: when the copies before are complete, and
+  // after end_copies(). Requires: `copies` stay until then.
   void copy(const std::vector<StateCopy>& copies);
   // Waits for them, and for the updates before. Threads: any.
   Status wait_for_copies() const;
-  // See Snapshot::finish(), end(). Order: after wait_for_copies(). Threads: one.
-  void finish_copies() { snapshot_.finish(); }
+  // See Snapshot::finish(), finish_rest(), end(). Order: after wait_for_copies(). Threads: one.
+  void finish_copy(const std::byte* copy, std::uint64_t bytes, const Snapshot::See& see) {
+    snapshot_.finish(copy, bytes, see);
+  }
+  void finish_copies() { snapshot_.finish_rest(); }
   void end_copies() { snapshot_.end(); }
   // Queues the copies that are left. Order: before anything is queued that changes states.
   void keep_copies();

@@ -800,7 +800,11 @@ TEST_F(SavedStateFiles, ValuesThatStayAreWrittenAsOthersAre) {
       internal::StateFileWriter file(files.create("file"), parameters, runs);
       for (std::size_t i = 0; i < runs.size(); ++i) {
         if (way == 1 || (way == 2 && below(2) == 0)) {
-          file.write_run(reinterpret_cast<const std::byte*>(values[i]));
+          std::vector<std::uint64_t> checksums;
+          for (std::uint64_t at = 0; at < runs[i].count; at += internal::kBlockCount)
+            checksums.push_back(checksum_of(
+                values[i] + at, std::min(internal::kBlockCount, runs[i].count - at) * sizeof(float)));
+          file.write_run(reinterpret_cast<const std::byte*>(values[i]), checksums.data());
         } else {
           file.write(std::span(values[i], runs[i].count));
         }

@@ -522,12 +522,12 @@ class Engine {
   //         were given different values or froze other parameters: load a state then.
   void save_state(const std::string& directory, const std::string& trainer_state, int keep = 1);
   // The same, while training goes on. This call queues copies to pinned host memory and returns; a thread
-  // writes them, and gives the state its name when the files of all ranks are there. Values that the host can
-  // read are written from their place, and copied only where the next update comes before; it waits for the
-  // copies. A save that was begun earlier is ended first; its error is thrown, and then nothing is begun.
-  // The engine's end waits for the thread, and on rank 0 for the files of the other ranks, until no rank has
-  // written for 10 s: then the state is lost, and a warning says so. save_state_end() would throw an error.
-  // Requires: EngineOptions::save_async. `directory` is one that all ranks see. Order: collective.
+  // writes them, and gives the state its name when the files of all ranks are there. The thread itself copies
+  // values that the host can read. The next update waits for all copies. A save that was begun earlier is
+  // ended first; its error is thrown, and then nothing is begun. The engine's end waits for the thread, and
+  // on rank 0 for the files of the other ranks, until no rank has written for 10 s: then the state is lost,
+  // and a warning says so. save_state_end() would throw an error. Requires: EngineOptions::save_async.
+  // `directory` is one that all ranks see. Order: collective.
   void save_state_begin(const std::string& directory, const std::string& trainer_state, int keep = 1);
   // Waits until the state that was begun has its name. Without one it has no effect. save_state() and
   // load_state() do the same first.
