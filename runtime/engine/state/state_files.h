@@ -122,7 +122,6 @@ class StateFileWriter {
   void append(const void* data, std::uint64_t bytes);
   void append_kept(const std::byte* data, std::uint64_t bytes);
   void write_pages();
-  void end_block();
 
   StateFile file_;
   std::unique_ptr<std::byte, void (*)(void*)> buffer_;
