@@ -74,8 +74,11 @@ Updater::Updater(StepContext& context, const Decision& decision)
   for (BiasCorrection*& table : corrections_) {
     table = reinterpret_cast<BiasCorrection*>(value_or_throw(context.pinned->allocate(table_bytes)));
   }
+  const bool copies_on_host = context.options.save_async && backend_.capabilities().host_accessible;
+  if (plan_.offloads() || copies_on_host)
+    host_runner_ = create_host_runner(context.host_placement, context.options);
   if (!plan_.offloads()) return;
-  host_runner_ = create_host_runner(context.host_placement, context.options);
+  has_host_stream_ = true;
   for (std::vector<HostUpdate>& updates : host_updates_) {
     for (int unit = 0; unit < context.unit_count(); ++unit) updates.push_back({this, unit, {}});
   }
@@ -397,12 +400,15 @@ void Updater::update_run(const HostUpdate& update, const StepContext::Segment& s
 
 void Updater::copy(const std::vector<StateCopy>& copies) {
   std::vector<Snapshot::Part> live;
+  leased_copies_.clear();
   bool any_leased = false;
   for (const StateCopy& one : copies) {
     if (one.bytes == 0) continue;
     any_leased |= one.is_leased;
     if (const std::byte* const source = live_source(one)) {
       live.push_back({one.target, source, one.bytes});
+    } else if (one.device != nullptr && backend_.capabilities().host_accessible) {
+      leased_copies_.push_back(&one);
     } else if (one.device != nullptr) {
       device_stream_.copy(one.target, one.device + one.offset, one.bytes);
     }
@@ -411,6 +417,7 @@ void Updater::copy(const std::vector<StateCopy>& copies) {
     snapshot_.begin(std::move(live));
     snapshot_stream().call<&Updater::open_snapshot>(*this);
   }
+  if (!leased_copies_.empty()) device_stream_.call<&Updater::copy_leased>(*this);
   device_stream_.record(copied_on_device_);
   if (plan_.offloads()) {
     host_copies_ = {this, &copies};
@@ -448,20 +455,26 @@ void Updater::keep_copies() {
 
 void Updater::keep_snapshot() {
   snapshot_.keep([&](std::byte* target, const std::byte* source, std::uint64_t bytes) {
-    if (host_runner_ == nullptr) {
-      stream_copy(target, source, bytes);
-      return;
-    }
-    host_runner_->run(bytes, kCopiedBytes, [&](std::size_t begin, std::size_t end) {
-      stream_copy(target + begin, source + begin, end - begin);
-    });
+    copy_by_threads(target, source, bytes);
+  });
+}
+
+void Updater::copy_leased() {
+  for (const StateCopy* const one : leased_copies_)
+    copy_by_threads(one->target, one->device + one->offset, one->bytes);
+}
+
+void Updater::copy_by_threads(std::byte* target, const std::byte* source, std::uint64_t bytes) const {
+  if (host_runner_ == nullptr) return stream_copy(target, source, bytes);
+  host_runner_->run(bytes, kCopiedBytes, [&](std::size_t begin, std::size_t end) {
+    stream_copy(target + begin, source + begin, end - begin);
   });
 }
 
 Status Updater::wait_for_copies() const {
   FOREBAY_RETURN_IF_ERROR(backend_.event_synchronize(copied_on_device_));
-  // There is one where the plan offloads. The plan itself may be replaced meanwhile.
-  if (host_runner_ != nullptr) FOREBAY_RETURN_IF_ERROR(backend_.event_synchronize(copied_on_host_));
+  // The plan itself may be replaced meanwhile.
+  if (has_host_stream_) FOREBAY_RETURN_IF_ERROR(backend_.event_synchronize(copied_on_host_));
   return failure();
 }
 

@@ -121,6 +121,8 @@ class Updater : private StepPart {
   const std::byte* live_source(const StateCopy& copy) const;
   void open_snapshot() { snapshot_.open(); }
   void keep_snapshot();
+  void copy_leased();
+  void copy_by_threads(std::byte* target, const std::byte* source, std::uint64_t bytes) const;
   const EngineStream& snapshot_stream() const { return plan_.offloads() ? host_stream_ : device_stream_; }
   void correct_for(int group);
   void update_on_device(int unit, const Hyperparameters& hyperparameters);
@@ -149,6 +151,7 @@ class Updater : private StepPart {
   HostPass all_parts_;
 
   std::unique_ptr<BlockRunner> host_runner_;
+  bool has_host_stream_ = false;  // The plan offloads.
   std::array<std::vector<HostUpdate>, 2> host_updates_;
   std::vector<std::byte> rounded_;  // 2-byte parameters of a few elements, before their place is free.
 
@@ -160,6 +163,7 @@ class Updater : private StepPart {
   EngineEvent copied_on_device_;              // The last copies from the device,
   EngineEvent copied_on_host_;                // and from offloaded states.
   HostCopies host_copies_;
+  std::vector<const StateCopy*> leased_copies_;  // Memory that the host can read.
   Snapshot snapshot_;
   EngineEvent kept_on_host_;
   EngineEvent device_done_;     // The last update of a step on the device,
