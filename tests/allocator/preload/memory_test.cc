@@ -210,28 +210,24 @@ TEST(PreloadMemory, AStreamThatGoesWithItsContextIsNotDestroyedAgain) {
   run.expect_no_hazard();
 }
 
-TEST(PreloadMemory, ABusyStreamThatIsDestroyedInACaptureKeepsItsMemory) {
-  PreloadRun run(matter("captured-stream-destroyed"));
+void expect_output(const std::string& what, const std::string& output) {
+  PreloadRun run(matter(what));
 
   EXPECT_EQ(run.finished.exit_code, 0) << run.finished.output;
-  EXPECT_EQ(run.finished.output, "byte 1\nafterwards: idle 1\n");
+  EXPECT_EQ(run.finished.output, output);
   run.expect_no_hazard();
+}
+
+TEST(PreloadMemory, ABusyStreamThatIsDestroyedInACaptureKeepsItsMemory) {
+  expect_output("captured-stream-destroyed", "byte 1\nafterwards: idle 1\n");
 }
 
 TEST(PreloadMemory, AThreadThatRetainsTheContextDuringItsReleaseKeepsItsMemory) {
-  PreloadRun run(matter("retain-beside-release"));
-
-  EXPECT_EQ(run.finished.exit_code, 0) << run.finished.output;
-  EXPECT_EQ(run.finished.output, "failures 0\n");
-  run.expect_no_hazard();
+  expect_output("retain-beside-release", "failures 0\n");
 }
 
 TEST(PreloadMemory, MemoryThatOtherDevicesKnowServesSmallerRequestsWhenThereIsNoOther) {
-  PreloadRun run(matter("pinned-sizes"));
-
-  EXPECT_EQ(run.finished.exit_code, 0) << run.finished.output;
-  EXPECT_EQ(run.finished.output, "all served\n");
-  run.expect_no_hazard();
+  expect_output("pinned-sizes", "all served\n");
 }
 
 TEST(PreloadMemory, NothingWaitsWhileAnyStreamIsCapturedAndFreesDoAgainAfterwards) {
