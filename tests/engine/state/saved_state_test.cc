@@ -236,13 +236,16 @@ class SavedStateFiles : public ::testing::Test {
   std::string directory_;
 };
 
+// Reports when it has the lock, and keeps it.
+void hold_lock(const std::string& directory, int out) {
+  const StateLock lock{StateDirectory(directory)};
+  report(out, 1);
+  for (;;) ::pause();
+}
+
 TEST_F(SavedStateFiles, AnotherJobIsToldWhoSavesThere) {
   save(directory_, 1);
-  Child other([&](int out) {
-    const StateLock lock{StateDirectory(directory_)};
-    report(out, 1);
-    for (;;) ::pause();
-  });
+  Child other([&](int out) { hold_lock(directory_, out); });
   std::uint64_t ready = 0;
   ASSERT_TRUE(other.next(ready));
   const Status refused = verdict([&] { save(directory_, 2); });
@@ -257,11 +260,7 @@ TEST_F(SavedStateFiles, AnotherJobIsToldWhoSavesThere) {
 
 TEST_F(SavedStateFiles, ALockThatACopyByLinksSharesIsNamed) {
   save(directory_, 1);
-  Child other([&](int out) {
-    const StateLock lock{StateDirectory(directory_)};
-    report(out, 1);
-    for (;;) ::pause();
-  });
+  Child other([&](int out) { hold_lock(directory_, out); });
   std::uint64_t ready = 0;
   ASSERT_TRUE(other.next(ready));
   const std::string copy = file("copy");
@@ -479,11 +478,7 @@ TEST_F(SavedStateFiles, AnEngineKeepsItsLockUntilItEnds) {
     throw_if_error(rank.communicator->barrier());
   });
   EXPECT_TRUE(can_lock());
-  Child other([&](int out) {
-    const StateLock lock{StateDirectory(directory_)};
-    report(out, 1);
-    for (;;) ::pause();
-  });
+  Child other([&](int out) { hold_lock(directory_, out); });
   std::uint64_t ready = 0;
   ASSERT_TRUE(other.next(ready));
   run_ranks(2, {}, [&](Rank& rank) {
