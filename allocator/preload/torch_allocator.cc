@@ -81,9 +81,8 @@ void keep_for_graph(const ProcessArenas::Use& use, DevicePtr address, const Bloc
   if (!told.test_and_set()) {
     log(LogLevel::kWarning,
         "memory of captured CUDA graphs stays taken until the process ends, because a graph may run at any "
-        "time; "
-        "a program that captures again and again allocates in forebay.memory_pool(), where PyTorch knows its "
-        "graphs");
+        "time; a program that captures again and again allocates in forebay.memory_pool(), where PyTorch "
+        "knows its graphs");
   }
   const std::uint64_t capture = capture_of(stream);
   if (capture == 0 || capture != facts.capture || facts.outside != KnownOutside::kNo ||

@@ -549,7 +549,7 @@ Engine::Impl::SavedFile Engine::Impl::saved_file(bool saves_grid) const {
   return {std::move(parameters), saved, std::move(runs), std::move(begins)};
 }
 
-// Threads: any.
+// Threads: that of the save.
 Engine::Impl::FinishedCopies Engine::Impl::finish_copies(const SavedFile& saved) const {
   FinishedCopies copies;
   auto next = saved.runs.begin();
@@ -571,6 +571,7 @@ Engine::Impl::FinishedCopies Engine::Impl::finish_copies(const SavedFile& saved)
   return copies;
 }
 
+// Threads: any.
 void Engine::Impl::write_values(internal::StateFile target, const SavedFile& saved,
                                 const FinishedCopies& copies, const PartReader& read) const {
   internal::StateFileWriter file(std::move(target), saved.parameters, saved.runs);

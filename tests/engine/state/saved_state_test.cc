@@ -729,9 +729,10 @@ TEST_F(SavedStateFiles, IsOnTheDriveBeforeItHasAName) {
   file_operations = &operations;
   save(directory_, 7);
   file_operations = nullptr;
+  // Without the number of the save.
   for (std::string& operation : operations) {
     if (operation.find(".saving-") != std::string::npos) operation.resize(operation.size() - 16);
-  }  // Without the number of the save.
+  }
   EXPECT_EQ(operations,
             (std::vector<std::string>{"sync rank-0-of-1.safetensors", "sync state.safetensors.index.json",
                                       "sync manifest.json", "sync .saving-step-000000000007-",

@@ -29,6 +29,11 @@ Driver driver;      // A null stream is the legacy one.
 Driver per_thread;  // A null stream is the calling thread's own.
 CuContext context = nullptr;
 
+// A host function: the stream's work waits until the gate, an atomic bool, is open.
+void wait_at_gate(void* gate) {
+  while (!*static_cast<std::atomic<bool>*>(gate)) std::this_thread::yield();
+}
+
 int start(int device = 0) {
   CHECK_CU(driver.cuInit(0));
   CHECK_CU(driver.cuDevicePrimaryCtxRetain(&context, device));
@@ -385,9 +390,6 @@ int late_free() {
 // by more threads than have a stream of the arena's each.
 int frees_of_threads() {
   std::atomic<bool> is_open{false};
-  const auto wait_at_gate = [](void* gate) {
-    while (!*static_cast<std::atomic<bool>*>(gate)) std::this_thread::yield();
-  };
   constexpr int kThreads = 40;
   std::atomic<int> freed{0}, failures{0};
   std::vector<std::thread> threads;
@@ -510,9 +512,6 @@ int captured_stream_destroyed() {
   CuDevicePtr freed = 0, next = 0;
   CHECK_CU(driver.cuMemAllocAsync(&freed, kMiB, busy));
   std::atomic<bool> is_open{false};
-  const auto wait_at_gate = [](void* gate) {
-    while (!*static_cast<std::atomic<bool>*>(gate)) std::this_thread::yield();
-  };
   CHECK_CU(driver.cuLaunchHostFunc(busy, wait_at_gate, &is_open));
   CHECK_CU(driver.cuMemsetD8Async(freed, 9, kMiB, busy));
   CHECK_CU(driver.cuMemFreeAsync(freed, busy));
@@ -538,11 +537,8 @@ int retain_beside_release() {
   CuDevicePtr block = 0;
   CHECK_CU(driver.cuMemAlloc_v2(&block, kMiB));
   CHECK_CU(driver.cuMemFree_v2(block));
-  const auto wait_at_gate = [](void* gate) {
-    while (!*static_cast<std::atomic<bool>*>(gate)) std::this_thread::yield();
-  };
   CHECK_CU(driver.cuLaunchHostFunc(stream, wait_at_gate, &is_open));
-  std::atomic<bool> is_retaining{false};
+  std::atomic<bool> is_retaining{false}, is_released{false};
   std::thread other([&] {
     CuContext own = nullptr;
     CuDevicePtr memory = 0;
@@ -553,7 +549,7 @@ int retain_beside_release() {
                          driver.cuMemAlloc_v2(&memory, kMiB) == CuResult::kSuccess &&
                          driver.cuMemsetD8_v2(memory, 7, kMiB) == CuResult::kSuccess;
     is_open = true;
-    std::this_thread::sleep_for(std::chrono::milliseconds(200));
+    while (!is_released) std::this_thread::yield();
     if (!is_well || driver.cuMemcpyDtoH_v2(&byte, memory + 5, 1) != CuResult::kSuccess || byte != 7)
       ++failures;
     if (driver.cuMemFree_v2(memory) != CuResult::kSuccess) ++failures;
@@ -562,10 +558,11 @@ int retain_beside_release() {
   std::thread opener([&] {
     while (!is_retaining) std::this_thread::yield();
     std::this_thread::sleep_for(std::chrono::milliseconds(100));
-    is_open = true;  // The other thread may wait for the release.
+    is_open = true;  // The other thread may wait for the release, which nothing shows.
   });
   while (!is_retaining) std::this_thread::yield();
   CHECK_CU(driver.cuDevicePrimaryCtxRelease_v2(0));
+  is_released = true;
   other.join();
   opener.join();
   std::printf("failures %d\n", failures.load());
@@ -975,9 +972,6 @@ int trim_beside_work() {
   CuDevicePtr blocks[2] = {};
   for (CuDevicePtr& block : blocks) CHECK_CU(driver.cuMemAllocAsync(&block, 16 * kMiB, idle));
   std::atomic<bool> is_open{false};
-  const auto wait_at_gate = [](void* gate) {
-    while (!*static_cast<std::atomic<bool>*>(gate)) std::this_thread::yield();
-  };
   CHECK_CU(driver.cuLaunchHostFunc(busy, wait_at_gate, &is_open));
   CHECK_CU(driver.cuMemFreeAsync(blocks[0], busy));
   CHECK_CU(driver.cuMemFreeAsync(blocks[1], idle));
@@ -1009,9 +1003,6 @@ int ended_streams() {
 
   // Beyond the most streams that are kept the oldest is waited for.
   std::atomic<bool> is_open{false}, is_last{false}, has_returned{false};
-  const auto wait_at_gate = [](void* gate) {
-    while (!*static_cast<std::atomic<bool>*>(gate)) std::this_thread::yield();
-  };
   CuEvent event = nullptr;
   CHECK_CU(driver.cuEventCreate(&event, kEventDisableTiming));
   const pid_t caller = ::gettid();
