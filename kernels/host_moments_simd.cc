@@ -726,14 +726,14 @@ HWY_INLINE std::uint32_t exponent_of(FloatVector greatest) {
   return definitions::moment_exponent(hn::GetLane(hn::MaxOfLanes(BitTag(), bits_of(greatest))));
 }
 
-// From the values of a block to its codes: `round` each vector, at element i, then `write` each group, and
-// `end`.
+// From the values of a block to its codes: `round` the vectors of a group, `write` it at element i of the
+// block, and in the end `end`.
 template <bool dithered>
 class BlockEncoder {
  public:
-  HWY_INLINE BlockEncoder(NewBlock& block, const Moments& moments, std::size_t start, const Dither& dither)
-      : block_(block),
-        m_codes_(static_cast<std::uint8_t*>(moments.m) + start),
+  HWY_INLINE BlockEncoder(const NewBlock& block, const Moments& moments, std::size_t start,
+                          const Dither& dither)
+      : m_codes_(static_cast<std::uint8_t*>(moments.m) + start),
         v_codes_(static_cast<std::uint8_t*>(moments.v) + start),
         m_exponent_(exponent_of(block.range.greatest_m)),
         v_exponent_(exponent_of(block.range.greatest_v)),
@@ -747,12 +747,9 @@ class BlockEncoder {
     has_small_v_ = !hn::AllTrue(FloatTag(), hn::Ge(block.range.least_v, from_bits(v_least_)));
   }
 
-  // In place. Then the bits from kShift on are the code and the base that is taken off, and bit 31 is the
-  // sign.
-  HWY_INLINE void round(std::size_t i) {
-    const FloatTag d;
-    const auto m = hn::Load(d, block_.m + i), v = hn::Load(d, block_.v + i);
-    auto kept_m = bits_of(m), kept_v = bits_of(v);
+  // Then the bits from kShift on are the code and the base that is taken off, and bit 31 is the sign.
+  HWY_INLINE void round(FloatVector m, FloatVector v, BitVector& kept_m, BitVector& kept_v) const {
+    kept_m = bits_of(m), kept_v = bits_of(v);
     if (HWY_UNLIKELY(has_small_m_)) kept_m = digits_of(m);
     if constexpr (dithered) {
       const auto hash = dither_(bits_of(m), bits_of(v));
@@ -767,14 +764,13 @@ class BlockEncoder {
       const auto zero = hn::Sub(v_least_, set_bits(1u << kShift));
       kept_v = hn::IfThenElse(hn::Eq(bits_of(hn::Abs(v)), hn::Zero(BitTag())), zero, kept_v);
     }
-    hn::Store(from_bits(kept_m), d, block_.m + i);
-    hn::Store(from_bits(kept_v), d, block_.v + i);
   }
 
-  HWY_INLINE void write(const Words& words, std::size_t i) const {
+  HWY_INLINE void write(const Words& words, const BitVector (&kept_m)[kGroupVectors],
+                        const BitVector (&kept_v)[kGroupVectors], std::size_t i) const {
     const ByteTag d;
-    const auto m0 = upper_words(words, block_.m + i), m1 = upper_words(words, block_.m + i + kLanes);
-    const auto v0 = upper_words(words, block_.v + i), v1 = upper_words(words, block_.v + i + kLanes);
+    const auto m0 = words.upper_words(kept_m[0], kept_m[2]), m1 = words.upper_words(kept_m[1], kept_m[3]);
+    const auto v0 = words.upper_words(kept_v[0], kept_v[2]), v1 = words.upper_words(kept_v[1], kept_v[3]);
     const auto m = words.with_sign(hn::Sub(words.codes(m0, m1), m_base_), words.upper_bytes(m0, m1));
     hn::StoreU(words.in_order(m), d, m_codes_ + i);
     hn::StoreU(words.in_order(hn::Sub(words.codes(v0, v1), v_base_)), d, v_codes_ + i);
@@ -806,13 +802,6 @@ class BlockEncoder {
 #endif
   }
 
-  // The upper words of this vector and of the second one after it.
-  static HWY_INLINE WordVector upper_words(const Words& words, const float* bits) {
-    const FloatTag d;
-    return words.upper_words(bits_of(hn::Load(d, bits)), bits_of(hn::Load(d, bits + 2 * kLanes)));
-  }
-
-  NewBlock& block_;
   std::uint8_t *m_codes_, *v_codes_;
   std::uint32_t m_exponent_, v_exponent_;
   bool has_small_m_, has_small_v_;
@@ -837,8 +826,15 @@ void store_block8(const float* m, const float* v, std::size_t begin, std::size_t
     }
     block.measure();
     BlockEncoder<dithered> encoder(block, moments, start, dither);
-    for (std::size_t i = 0; i < kMomentBlockCount; i += kLanes) encoder.round(i);
-    for (std::size_t i = 0; i < kMomentBlockCount; i += kGroupCount) encoder.write(words, i);
+    for (std::size_t i = 0; i < kMomentBlockCount; i += kGroupCount) {
+      BitVector kept_m[kGroupVectors], kept_v[kGroupVectors];
+      FOREBAY_UNROLL
+      for (std::size_t k = 0; k < kGroupVectors; ++k) {
+        const std::size_t at = i + k * kLanes;
+        encoder.round(hn::Load(d, block.m + at), hn::Load(d, block.v + at), kept_m[k], kept_v[k]);
+      }
+      encoder.write(words, kept_m, kept_v, i);
+    }
     encoder.end(moments, start);
   }
 }
@@ -852,10 +848,10 @@ struct BlockConstants {
   Dither dither;
 };
 
-// A block is updated in three loops. The root occupies the divider of the first one and the quotient that of
-// the second, so each loop has other work to do meanwhile, and no vector waits for another.
+// A block is updated in two loops, because its exponents come from all of its m and v. The root occupies the
+// divider in the first one and the quotient in the second, so both have other work to do meanwhile.
 
-// The first: new m and v, and the roots of v. False, and nothing is computed, where all of v is NaN.
+// The first: new m and v, and the roots of v. False where one of m and v may be infinite or a NaN.
 template <DataType gradient_type>
 HWY_NOINLINE bool compute_moments(const AdamWArguments& a, const BlockConstants& constants,
                                   const Moments& moments, std::size_t start, NewBlock& block,
@@ -871,6 +867,7 @@ HWY_NOINLINE bool compute_moments(const AdamWArguments& a, const BlockConstants&
   // The scale of m goes into beta1, which is exact: see can_update_block8().
   c.beta1 = hn::Mul(c.beta1, reader.m_scale());
   BlockRange range;
+  auto sum = hn::Set(d, 1.0f);  // Not finite after any m or v that is not.
   for (std::size_t i = 0; i < kMomentBlockCount; i += kGroupCount) {
     if (kGroupCount == kTurnCount || i % kTurnCount == 0) {
       // The second loop fetches the master, so that neither has more lines on their way than a processor
@@ -887,54 +884,52 @@ HWY_NOINLINE bool compute_moments(const AdamWArguments& a, const BlockConstants&
       const std::size_t at = i + k * kLanes;
       adamw_moments(c, g[k], m[k], v[k]);
       range.add(m[k], v[k]);
+      sum = hn::MulAdd(m[k], v[k], sum);
       hn::Store(m[k], d, block.m + at);
       hn::Store(v[k], d, block.v + at);
       hn::Store(hn::Sqrt(v[k]), d, roots + at);
     }
   }
   block.range = range;
-  return true;
+  return hn::AllTrue(d, hn::IsFinite(sum));
 }
 
-// The second: roots become the parameters in fp32, and m and v are rounded. False where a parameter is a NaN,
-// as with a NaN in m or v or an infinite root.
-template <bool dithered>
-HWY_NOINLINE bool compute_parameters(const BlockConstants& constants, const NewBlock& block,
-                                     const BlockEncoder<dithered>& encoder, const float* master,
-                                     float* HWY_RESTRICT roots) {
-  const FloatTag d;
-  const AdamWVectors c = constants.update;
-  BlockEncoder<dithered> rounding = encoder;
-  auto sum = hn::Zero(d);
-  for (std::size_t i = 0; i < kMomentBlockCount; i += kLanes) {
-    if (kLanes == kLineFloats || i % kLineFloats == 0) hwy::Prefetch(master + 2 * kMomentBlockCount + i);
-    const auto root = divide_finite_by_s2(c, hn::Load(d, roots + i));
-    const auto quotient = hn::Div(hn::Load(d, block.m + i), hn::Add(root, c.eps));
-    const auto p = adamw_parameter(c, quotient, hn::LoadU(d, master + i));
-    sum = hn::Add(sum, p);
-    hn::Store(p, d, roots + i);
-    rounding.round(i);
-  }
-  return hn::AllFalse(d, hn::IsNaN(sum));
-}
-
-// The third: the master, the parameter and the codes. The others write nothing that is kept.
+// The second: the master, the parameter and the codes.
 template <DataType parameter_type, bool has_parameter, bool dithered>
 HWY_NOINLINE void write_block(const AdamWArguments& a, const BlockConstants& constants, std::size_t start,
-                              const float* HWY_RESTRICT parameters,
+                              const NewBlock& block, const float* HWY_RESTRICT roots,
                               const BlockEncoder<dithered>& block_encoder,
                               const ParameterWriter<parameter_type>& writer) {
   const FloatTag d;
   const Words words = constants.words;
+  const AdamWVectors c = constants.update;
   const ParameterWriter<parameter_type> parameter = writer;
-  BlockEncoder<dithered> encoder = block_encoder;
+  const BlockEncoder<dithered> encoder = block_encoder;
+  float* const master = a.master + start;
+  auto sum = hn::Set(d, 1.0f);  // NaN after any parameter that is.
   for (std::size_t i = 0; i < kMomentBlockCount; i += kGroupCount) {
     FloatVector p[kGroupVectors];
-    encoder.write(words, i);
+    BitVector kept_m[kGroupVectors], kept_v[kGroupVectors];
     FOREBAY_UNROLL
     for (std::size_t k = 0; k < kGroupVectors; ++k) {
-      p[k] = hn::Load(d, parameters + i + k * kLanes);
-      hn::StoreU(p[k], d, a.master + start + i + k * kLanes);
+      const std::size_t at = i + k * kLanes;
+      if (kLanes == kLineFloats || at % kLineFloats == 0) hwy::Prefetch(master + 2 * kMomentBlockCount + at);
+      const auto m = hn::Load(d, block.m + at);
+      const auto root = divide_finite_by_s2(c, hn::Load(d, roots + at));
+      p[k] = adamw_parameter(c, hn::Div(m, hn::Add(root, c.eps)), hn::LoadU(d, master + at));
+      hn::StoreU(p[k], d, master + at);
+      encoder.round(m, hn::Load(d, block.v + at), kept_m[k], kept_v[k]);
+    }
+    encoder.write(words, kept_m, kept_v, i);
+    if constexpr (has_parameter) parameter.write(words, p, start + i);
+    sum = hn::MulAdd(p[0], p[1], hn::MulAdd(p[2], p[3], sum));
+  }
+  if (HWY_LIKELY(hn::AllFalse(d, hn::IsNaN(sum)))) return;
+  for (std::size_t i = 0; i < kMomentBlockCount; i += kGroupCount) {
+    FloatVector p[kGroupVectors];
+    for (std::size_t k = 0; k < kGroupVectors; ++k) {
+      p[k] = canonical_vector(hn::LoadU(d, master + i + k * kLanes));
+      hn::StoreU(p[k], d, master + i + k * kLanes);
     }
     if constexpr (has_parameter) parameter.write(words, p, start + i);
   }
@@ -952,13 +947,11 @@ void update_block8(const HostAdamArguments& arguments, std::size_t begin, std::s
   for (std::size_t start = begin; start < end; start += kMomentBlockCount) {
     if (compute_moments<gradient_type>(a, constants, moments, start, block, roots)) {
       const BlockEncoder<dithered> encoder(block, moments, start, constants.dither);
-      if (compute_parameters(constants, block, encoder, a.master + start, roots)) {
-        write_block<parameter_type, has_parameter>(a, constants, start, roots, encoder, parameter);
-        encoder.end(moments, start);
-        continue;
-      }
+      write_block<parameter_type, has_parameter>(a, constants, start, block, roots, encoder, parameter);
+      encoder.end(moments, start);
+    } else {
+      update_rest(arguments, start, start + kMomentBlockCount, rounding);
     }
-    update_rest(arguments, start, start + kMomentBlockCount, rounding);
   }
 }
 
