@@ -144,11 +144,13 @@ void destroy_context(Lock& lock, const ContextPtr& context) {
   for (auto i = state.streams.begin(); i != state.streams.end();) {
     const bool mine = i->second->context == context;
     state.orphans += mine;
+    if (mine && i->second->capture == nullptr) state.old_streams.push_back(i->first);
     i = mine ? state.streams.erase(i) : std::next(i);
   }
   for (auto i = state.events.begin(); i != state.events.end();) {
     const bool mine = i->second->context == context;
     state.orphans += mine;
+    if (mine) state.old_events.push_back(i->first);
     i = mine ? state.events.erase(i) : std::next(i);
   }
   for (auto i = state.modules.begin(); i != state.modules.end();) {

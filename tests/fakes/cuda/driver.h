@@ -125,6 +125,9 @@ struct Driver {
   std::map<CuContext, ContextPtr> contexts;
   std::map<CuStream, StreamPtr> streams;
   std::map<CuEvent, EventPtr> events;
+  // Handles that were destroyed. The next ones are the same, as in a driver, where they are addresses.
+  std::vector<CuStream> old_streams;
+  std::vector<CuEvent> old_events;
   std::map<CuModule, Module> modules;
   std::map<CuFunction, Function> functions;
   std::map<CuMemoryPool, PoolPtr> pools;
@@ -166,6 +169,13 @@ std::uint64_t next_handle_number();
 template <typename Handle>
 Handle next_handle() {
   return reinterpret_cast<Handle>(next_handle_number());
+}
+template <typename Handle>
+Handle next_handle(std::vector<Handle>& old) {
+  if (old.empty()) return next_handle<Handle>();
+  const Handle handle = old.back();
+  old.pop_back();
+  return handle;
 }
 
 // Whether no call of a context succeeds after this result of its work.

@@ -53,7 +53,7 @@ CuResult cuEventCreate(CuEvent* event, unsigned flags) {
   const CuResult result = current_context(&created->context);
   if (result != CuResult::kSuccess) return result;
   created->flags = flags;
-  *event = next_handle<CuEvent>();
+  *event = next_handle(state.old_events);
   state.events[*event] = std::move(created);
   return CuResult::kSuccess;
 }
@@ -65,6 +65,7 @@ CuResult cuEventDestroy_v2(CuEvent event) {
   const CuResult result = find_event(event, &found);
   if (result != CuResult::kSuccess) return result;
   state.events.erase(event);
+  state.old_events.push_back(event);
   return found->context->sticky;
 }
 

@@ -430,6 +430,25 @@ TEST_F(FakeCudaTest, AHostFunctionThatCallsTheDriverFailsItsStreamAlone) {
   EXPECT_EQ(fake_.accounts().forbidden_calls, 2u);
 }
 
+TEST_F(FakeCudaTest, HandlesAreUsedAgainWithoutWhatTheyStoodFor) {
+  start();
+  CuStream old_stream = nullptr, stream = nullptr;
+  ASSERT_CU_OK(driver_.cuStreamCreate(&old_stream, kStreamNonBlocking));
+  CuEvent old_event = nullptr, event = nullptr;
+  ASSERT_CU_OK(driver_.cuEventCreate(&old_event, kEventDisableTiming));
+  ASSERT_CU_OK(driver_.cuStreamDestroy_v2(old_stream));
+  ASSERT_CU_OK(driver_.cuEventDestroy_v2(old_event));
+  EXPECT_CU(kInvalidHandle, driver_.cuStreamQuery(old_stream));
+  EXPECT_CU(kInvalidHandle, driver_.cuEventQuery(old_event));
+  ASSERT_CU_OK(driver_.cuStreamCreate(&stream, 0));
+  ASSERT_CU_OK(driver_.cuEventCreate(&event, 0));
+  EXPECT_EQ(stream, old_stream);
+  EXPECT_EQ(event, old_event);
+  unsigned flags = ~0u;
+  ASSERT_CU_OK(driver_.cuStreamGetFlags(stream, &flags));
+  EXPECT_EQ(flags, 0u);
+}
+
 // --- several devices ---
 
 TEST_F(FakeCudaTest, PeersReachMemoryOnceAccessIsSet) {

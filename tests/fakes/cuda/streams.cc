@@ -36,7 +36,7 @@ CuResult create_stream(CuStream* result, unsigned flags, int priority) {
   const CuResult current = current_context(&context);
   if (current != CuResult::kSuccess) return current;
   const StreamPtr stream = make_stream(context, flags, std::clamp(priority, -5, 0));
-  stream->handle = next_handle<CuStream>();
+  stream->handle = next_handle(state.old_streams);
   state.streams[stream->handle] = stream;
   *result = stream->handle;
   return CuResult::kSuccess;
@@ -128,7 +128,12 @@ CuResult cuStreamDestroy_v2(CuStream stream) {
   const auto found = state.streams.find(stream);
   if (found == state.streams.end()) return CuResult::kInvalidHandle;
   const StreamPtr kept = found->second;
-  if (kept->capture != nullptr) kept->capture->status = CuCaptureStatus::kInvalidated;
+  // A capture names its streams by their handles.
+  if (kept->capture != nullptr) {
+    kept->capture->status = CuCaptureStatus::kInvalidated;
+  } else {
+    state.old_streams.push_back(stream);
+  }
   state.streams.erase(found);
   return kept->context->sticky;
 }
