@@ -132,6 +132,7 @@ enum { kNullStreamANY = 0, kNullStreamLEGACY = 1, kNullStreamTHREAD = 2 };
   X(cuMulticastBindAddr, cuMulticastBindAddr, 12010, ANY, (DriverMemory multicast, size_t multicast_offset, DriverAddress address, size_t bytes, unsigned long long flags), (multicast, multicast_offset, address, bytes, flags)) \
   /* contexts */ \
   X(cuCtxDestroy, cuCtxDestroy_v2, 4000, ANY, (DriverContext context), (context)) \
+  X(cuCtxEnablePeerAccess, cuCtxEnablePeerAccess, 4000, ANY, (DriverContext peer, unsigned flags), (peer, flags)) \
   X(cuDevicePrimaryCtxRetain, cuDevicePrimaryCtxRetain, 7000, ANY, (DriverContext* context, DriverDevice device), (context, device)) \
   X(cuDevicePrimaryCtxRelease, cuDevicePrimaryCtxRelease, 7000, ANY, (DriverDevice device), (device)) \
   X(cuDevicePrimaryCtxRelease, cuDevicePrimaryCtxRelease_v2, 11000, ANY, (DriverDevice device), (device)) \

@@ -33,8 +33,10 @@ void drop_arena(DriverDevice device) {
   {
     const ProcessArenas::Use use = ProcessArenas::of_process().find(device);
     if (!use) return;
-    (void)wait_for_device(use);
     context = use.context();
+    // Beside a capture too, which ends with the context.
+    const ContextScope scope(context);
+    if (scope.result() == kDriverSuccess) (void)preload_state().used.cuCtxSynchronize();
     generation = use.generation();
   }
   forget_streams(context);
@@ -51,6 +53,12 @@ void forget_context(DriverContext context) {
   forget_opened_blocks(context);
   for (const auto& [address, facts] : ProcessArenas::of_process().blocks().forget_context(context))
     leave_block(address, facts);
+}
+
+DriverResult enable_peer_access(DriverContext peer, unsigned flags) {
+  const DriverResult result = preload_state().real.cuCtxEnablePeerAccess(peer, flags);
+  if (result == kDriverSuccess) note_peer_access();
+  return result;
 }
 
 DriverResult primary_retain(DriverContext* context, DriverDevice device) {
@@ -105,6 +113,7 @@ DriverResult primary_reset(DriverDevice device) {
 
 template <auto kCall, bool kPerThread, typename... More>
 DriverResult begin_capture(DriverStream stream, More... more) {
+  const CaptureBeginning beginning;
   const DriverResult result = (preload_state().real.*kCall)(stream, more...);
   if (result == kDriverSuccess) capture_began(stream, kPerThread);
   return result;
@@ -131,6 +140,7 @@ void replace_context_calls(HookedCalls* calls) {
   replace(&calls->cuDevicePrimaryCtxReset, primary_reset<&HookedCalls::cuDevicePrimaryCtxReset>);
   replace(&calls->cuDevicePrimaryCtxReset_v2, primary_reset<&HookedCalls::cuDevicePrimaryCtxReset_v2>);
   replace(&calls->cuCtxDestroy_v2, context_destroy);
+  replace(&calls->cuCtxEnablePeerAccess, enable_peer_access);
   replace(&calls->cuStreamDestroy_v2, destroy_stream);
   replace(&calls->cuStreamBeginCapture, begin_capture<&HookedCalls::cuStreamBeginCapture, false>);
   replace(&calls->cuStreamBeginCapture_ptsz, begin_capture<&HookedCalls::cuStreamBeginCapture_ptsz, true>);

@@ -72,14 +72,17 @@ std::size_t waiting_bytes(int device) {
 }  // namespace
 
 void finish_waiting_frees() {
+  finish_waiting_closes();
   if (waiting_frees().size() == 0 || any_capture()) return;
   const std::lock_guard lock(giving_back());
   for (int device = 0; device < kPreloadDeviceLimit; ++device) {
     const ProcessArenas::Use use = ProcessArenas::of_process().find(device);
     if (!use) continue;
-    const auto frees =
-        waiting_frees().take([=](const WaitingFree& free) { return free.facts.device == device; });
-    if (!frees.empty()) (void)wait_for_device(use);
+    auto frees = waiting_frees().take([=](const WaitingFree& free) { return free.facts.device == device; });
+    if (!frees.empty() && is_captured_error(wait_for_users(use))) {
+      waiting_frees().add(std::move(frees));
+      continue;
+    }
     for (const WaitingFree& free : frees) {
       if (free.generation == use.generation()) give_back(use, free.address, free.facts, Stream());
     }
@@ -117,11 +120,15 @@ void give_back_parked(const ProcessArenas::Use& use) {
   BlockBook& blocks = ProcessArenas::of_process().blocks();
   if (blocks.parked_shared_bytes(use.device()) == 0) return;
   // A capture forbids to wait.
-  const bool only_idle = any_capture();
+  bool only_idle = any_capture();
   if (only_idle) find_idle_parked(use, 0);
   const BlockBook::ParkedBlocks parked = blocks.take_parked_shared(use.device(), only_idle);
-  if (!only_idle) (void)wait_for_device(use);
+  if (!only_idle) only_idle = is_captured_error(wait_for_device(use));
   for (const auto& [address, block] : parked) {
+    if (only_idle && block.stream != Stream()) {
+      blocks.park(address, block.facts, block.stream);
+      continue;
+    }
     forget_shared_block(address);
     if (const Status status = use.arena().free(address, Stream()); !status.ok()) note_problem(status);
   }
@@ -139,11 +146,12 @@ Result<DevicePtr> allocate_from(const ProcessArenas::Use& use, AllocationRequest
   Result<DevicePtr> made = use.arena().allocate(*request);
   if (made.status().code() != StatusCode::kOutOfMemory) return made;
   // Freed memory that queued work may still use counts as taken, so waits for that work and tries again.
-  finish_waiting_frees();
   end_idle_streams();
   { const std::lock_guard others(giving_back()); }
-  made = allocate_again(use, *request, std::move(made),
-                        [&] { return !any_capture() && wait_for_device(use) == kDriverSuccess; });
+  made = allocate_again(use, *request, std::move(made), [&] {
+    finish_waiting_frees();
+    return wait_for_device(use) == kDriverSuccess;
+  });
   if (made.status().code() != StatusCode::kOutOfMemory) return made;
   {
     const std::lock_guard lock(giving_back());
@@ -298,12 +306,12 @@ DriverResult mem_free(DriverAddress address) {
   if (!use) return kDriverSuccess;  // The arena is gone with the device's context.
   DriverResult result = kDriverSuccess;
   if (!facts.is_ordered) {
-    if (any_capture()) {
+    // A plain free reports errors of queued work; the block is freed all the same.
+    result = wait_for_users(use);
+    if (is_captured_error(result)) {
       waiting_frees().add({{block, facts, use.generation()}});
       return kDriverSuccess;
     }
-    // A plain free reports errors of queued work; the block is freed all the same.
-    result = wait_for_device(use);
     finish_waiting_frees();
   }
   give_back(use, block, facts, Stream());

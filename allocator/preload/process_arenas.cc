@@ -223,11 +223,9 @@ ProcessArenas::Relay* ProcessArenas::make_relay(Entry& entry) {
 }
 
 ProcessArenas::Relay* ProcessArenas::relay_of_thread(Entry& entry) {
-  static const pthread_key_t key = [] {
-    pthread_key_t made{};
-    FOREBAY_CHECK(::pthread_key_create(&made, &leave_relays) == 0, "no thread-specific data left");
-    return made;
-  }();
+  static pthread_key_t key;
+  static const bool has_key = ::pthread_key_create(&key, &leave_relays) == 0;
+  if (!has_key) return nullptr;
   auto* relays = static_cast<ThreadRelays*>(::pthread_getspecific(key));
   if (relays == nullptr) {
     relays = new ThreadRelays;

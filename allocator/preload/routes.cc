@@ -19,6 +19,11 @@ constexpr std::size_t kKeptStreamLimit = 256;
 // Counted, not timed: each poll leaves a busy processor to the driver's threads.
 constexpr int kEventPolls = 100;
 constexpr std::chrono::microseconds kEventPollInterval{100};
+// So long a capture waits for waits that have started: the driver looks for captures when they start. Longer:
+// a capture begins later beside a free that waits. Shorter: a thread that loses its processor just then ends
+// the capture.
+constexpr std::chrono::milliseconds kWaitStartTime{10};
+constexpr std::chrono::microseconds kWaitStartPause{50};
 
 // False without a current context.
 bool find_current_context(DriverContext* context, DriverDevice* device) {
@@ -102,10 +107,6 @@ SharedList<KeptStream>& kept_streams() {
 std::mutex& ending_streams() {
   static constinit std::mutex mutex;
   return mutex;
-}
-
-bool is_captured_error(DriverResult result) {
-  return result >= kDriverCaptureErrors && result <= kDriverCaptureErrorsEnd;
 }
 
 // Ends the capture that began on a stream which is about to be destroyed; the stream can be asked for its
@@ -195,10 +196,56 @@ Result<Stream> stream_behind(const ProcessArenas::Use& use, DriverStream stream)
   return Stream{stream};
 }
 
-DriverResult wait_for_device(const ProcessArenas::Use& use) {
-  const ContextScope scope(use.context());
+namespace {
+// Each raises its own and then looks at the other's, so that one of the two sees the other.
+constinit std::atomic<int> waits{0};
+constinit std::atomic<int> beginning_captures{0};
+constinit std::atomic<bool> has_peers{false};
+
+struct Waiting {
+  Waiting() noexcept { waits.fetch_add(1); }
+  ~Waiting() { waits.fetch_sub(1); }
+  Waiting(const Waiting&) = delete;
+  Waiting& operator=(const Waiting&) = delete;
+};
+}  // namespace
+
+CaptureBeginning::CaptureBeginning() noexcept {
+  beginning_captures.fetch_add(1);
+  const auto end = std::chrono::steady_clock::now() + kWaitStartTime;
+  while (waits.load() > 0 && std::chrono::steady_clock::now() < end)
+    std::this_thread::sleep_for(kWaitStartPause);
+}
+
+CaptureBeginning::~CaptureBeginning() {
+  beginning_captures.fetch_sub(1);
+}
+
+DriverResult wait_for_context(void* context) {
+  const Waiting waiting;
+  if (any_capture()) return kDriverCaptureErrors;
+  const ContextScope scope(context);
   if (scope.result() != kDriverSuccess) return scope.result();
   return preload_state().used.cuCtxSynchronize();
+}
+
+void note_peer_access() noexcept {
+  has_peers = true;
+}
+
+DriverResult wait_for_users(const ProcessArenas::Use& use) {
+  DriverResult result = wait_for_device(use);
+  const auto wait_too = [&](void* context) {
+    if (result != kDriverSuccess || context == nullptr || context == use.context()) return;
+    result = wait_for_context(context);
+  };
+  wait_too(current_context());
+  for (int device = 0; has_peers && device < kPreloadDeviceLimit; ++device) {
+    if (device == use.device()) continue;
+    const ProcessArenas::Use other = ProcessArenas::of_process().find(device);
+    if (other) wait_too(other.context());
+  }
+  return result;
 }
 
 std::size_t trim_arena(const ProcessArenas::Use& use, bool waits) {
@@ -207,12 +254,12 @@ std::size_t trim_arena(const ProcessArenas::Use& use, bool waits) {
     const ArenaStatistics statistics = use.arena().statistics();
     return statistics.reserved_bytes - statistics.live_bytes >= use.arena().chunk_bytes();
   };
-  if (may_have_more() && !any_capture()) {
+  if (may_have_more()) {
     // The first trim recorded events behind the queued work. Events of idle streams complete soon.
     if (waits) {
       if (wait_for_device(use) == kDriverSuccess) bytes += use.arena().trim();
     } else {
-      for (int poll = 0; poll < kEventPolls && may_have_more(); ++poll) {
+      for (int poll = 0; poll < kEventPolls && may_have_more() && !any_capture(); ++poll) {
         std::this_thread::sleep_for(kEventPollInterval);
         bytes += use.arena().trim();
       }
@@ -277,6 +324,7 @@ void capture_ended(DriverStream stream, bool per_thread) {
 }
 
 bool any_capture() {
+  if (beginning_captures.load() > 0) return true;
   if (captures().size() == 0) return false;
   // A capture can also end with its stream, so the driver is asked about the listed streams. About a default
   // stream it can be asked on its own thread and in its own context alone; one of a thread that has ended is

@@ -122,8 +122,22 @@ class RelaxedCapture {
   unsigned mode_ = 2;  // Relaxed; then the thread's own.
 };
 
-// Waits, like a plain free, until all work queued in the arena's context has run.
-DriverResult wait_for_device(const ProcessArenas::Use& use);
+// Waits until all work queued in the context has run. During a capture it does not wait, and returns an error
+// for which is_captured_error() is true: the work may run still.
+DriverResult wait_for_context(void* context);
+inline DriverResult wait_for_device(const ProcessArenas::Use& use) {
+  return wait_for_context(use.context());
+}
+inline bool is_captured_error(DriverResult result) noexcept {
+  return result >= kDriverCaptureErrors && result <= kDriverCaptureErrorsEnd;
+}
+
+// The program has let one context use the memory of another device's.
+void note_peer_access() noexcept;
+// Waits as the driver does before it frees memory of the arena's device: for the arena's context, for the
+// current one, and, where note_peer_access() was called, for those of the other arenas. Returns the first
+// error.
+DriverResult wait_for_users(const ProcessArenas::Use& use);
 
 // Gives unused memory of the arena back to the device, and returns its bytes. `waits`: for queued work that
 // may still use some of it; otherwise some milliseconds at most, until idle streams are known to be.
@@ -156,6 +170,15 @@ DriverResult call_with_room(const Call& call) {
 
 // --- captures: during one, nothing waits for the device ---
 
+// Lives while the driver begins a capture: the waits that are about to start are over by then or have
+// started, and none starts. A wait would end the capture, and the capture the wait.
+class CaptureBeginning {
+ public:
+  CaptureBeginning() noexcept;
+  ~CaptureBeginning();
+  CaptureBeginning(const CaptureBeginning&) = delete;
+  CaptureBeginning& operator=(const CaptureBeginning&) = delete;
+};
 void capture_began(DriverStream stream, bool per_thread);
 void capture_ended(DriverStream stream, bool per_thread);
 // Whether any stream may be capturing now.
@@ -173,8 +196,8 @@ void end_idle_streams();
 // Forgets the kept and the captured streams of a context that is about to go away.
 void forget_streams(void* context);
 
-// Finishes frees that were put off during a capture, unless there is one still. Waits for the device if there
-// are any, so only calls that may wait make it.
+// Finishes frees and closes that were put off during a capture, unless there is one still. Waits for the
+// device if there are any, so only calls that may wait make it.
 void finish_waiting_frees();
 
 // The arena's stream behind which a block is free whose last use is queued on a stream of the arena's

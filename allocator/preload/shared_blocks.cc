@@ -508,6 +508,11 @@ Opened& opened() {
   return *instance;
 }
 
+// Closed during a capture.
+SharedList<OpenedBlock>& waiting_closes() {
+  return SharedList<OpenedBlock>::of_process();
+}
+
 void unmap(const OpenedBlock& block) {
   const UsedCalls& used = preload_state().used;
   DriverAddress next = block.base;
@@ -708,6 +713,9 @@ void forget_opened_blocks(DriverContext context) {
     }
   }
   for (const OpenedBlock& block : gone) unmap(block);
+  for (const OpenedBlock& block :
+       waiting_closes().take([=](const OpenedBlock& closed) { return closed.range.context == context; }))
+    unmap(block);
 }
 
 bool close_shared_block(DriverAddress address, DriverResult* result) {
@@ -722,9 +730,26 @@ bool close_shared_block(DriverAddress address, DriverResult* result) {
     last = all.take(found);
   }
   // Unmapping does not wait for queued work, so wait here.
-  if (!any_capture()) *result = preload_state().used.cuCtxSynchronize();
-  unmap(last);
+  *result = wait_for_context(last.range.context);
+  if (!is_captured_error(*result)) {
+    unmap(last);
+    return true;
+  }
+  *result = kDriverSuccess;
+  std::list<OpenedBlock> closed;
+  closed.push_back(std::move(last));
+  waiting_closes().add(std::move(closed));
   return true;
+}
+
+void finish_waiting_closes() {
+  if (waiting_closes().size() == 0 || any_capture()) return;
+  auto closed = waiting_closes().take([](const OpenedBlock&) { return true; });
+  while (!closed.empty() && !is_captured_error(wait_for_context(closed.front().range.context))) {
+    unmap(closed.front());
+    closed.pop_front();
+  }
+  waiting_closes().add(std::move(closed));
 }
 
 }  // namespace forebay

@@ -43,8 +43,10 @@ bool find_opened_block(DriverAddress address, OpenedRange* range);
 // Unmaps what was opened in a context that is gone, as the driver does with memory that it has opened.
 void forget_opened_blocks(DriverContext context);
 
-// Undoes one opening. The last one waits for all work of the current context and unmaps. False: no shared
-// block was opened at that address.
+// Undoes one opening. The last one waits for all work of the context that opened the block and unmaps it,
+// during a capture later. False: no shared block was opened at that address.
 bool close_shared_block(DriverAddress address, DriverResult* result);
+// Unmaps what was closed during a capture, unless there is one still.
+void finish_waiting_closes();
 
 }  // namespace forebay

@@ -26,6 +26,7 @@ using namespace forebay::cuda;  // NOLINT: these programs are written on that in
   X(cuCtxSetCurrent)                   \
   X(cuCtxGetCurrent)                   \
   X(cuCtxSynchronize)                  \
+  X(cuCtxEnablePeerAccess)             \
   X(cuMemAlloc_v2)                     \
   X(cuMemAllocPitch_v2)                \
   X(cuMemAllocManaged)                 \

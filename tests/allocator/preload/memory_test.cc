@@ -265,6 +265,27 @@ TEST_P(PreloadReordered, EachThreadHasItsOwnDefaultStream) {
 
 INSTANTIATE_TEST_SUITE_P(Seeds, PreloadReordered, ::testing::Range(1, 6));
 
+TEST(PreloadMemory, AFreeWaitsForTheCurrentContextAndForThoseWithAccess) {
+  PreloadRun run(matter("frees-beside-peers"), "arena",
+                 {{"FAKE_CUDA_DEVICES", "2"}, {"FAKE_CUDA_LATENCY_NS", "20000000"}});
+
+  EXPECT_EQ(run.finished.exit_code, 0) << run.finished.output;
+  EXPECT_EQ(run.finished.output, "of the user: idle 1\nof the owner, with access: idle 1\n");
+  run.expect_no_hazard();
+}
+
+TEST(PreloadMemory, AFreeWhoseWaitIsRefusedKeepsItsMemory) {
+  PreloadRun run(matter("refused-wait"), "arena", {{"FAKE_CUDA_LATENCY_NS", "20000000"}});
+
+  EXPECT_EQ(run.finished.exit_code, 0) << run.finished.output;
+  EXPECT_EQ(run.finished.output, "byte 1\nafterwards: idle 1\n");
+  run.expect_no_hazard();
+}
+
+TEST(PreloadMemory, ACaptureAndTheFreesOfAnotherThreadDoNotEndEachOther) {
+  expect_output("captures-beside-frees", "failures 0\n");
+}
+
 TEST(PreloadMemory, AFreeThatWaitsForACaptureEndsWithItsArena) {
   PreloadRun run(matter("capture-reset"));
 

@@ -91,6 +91,14 @@ TEST(PreloadSharing, FreedBlocksOfManySizesAreGivenBackWhenMemoryIsMissing) {
   run.expect_no_hazard();
 }
 
+TEST(PreloadSharing, ABlockThatIsClosedIsUnmappedAfterTheWorkOfItsContext) {
+  PreloadRun run({program("sharing_program"), "closer"}, "arena", {{"FAKE_CUDA_LATENCY_NS", "20000000"}});
+
+  EXPECT_EQ(run.finished.exit_code, 0) << run.finished.output;
+  EXPECT_EQ(run.finished.output, "second: 0\n");
+  run.expect_no_hazard();
+}
+
 TEST(PreloadSharing, SignalsDoNotFailAnOpening) {
   PreloadRun run({program("sharing_program"), "signals"});
 

@@ -105,6 +105,17 @@ CuResult refuse_while_capturing() {
   return refused ? CuResult::kStreamCaptureUnsupported : CuResult::kSuccess;
 }
 
+CuResult refuse_around_captures(const ContextPtr& context) {
+  bool refused = false;
+  for (const std::shared_ptr<Capture>& capture : captures()) {
+    const auto origin = driver().streams.find(capture->origin);
+    if (origin == driver().streams.end() || origin->second->context != context) continue;
+    invalidate(*capture);
+    refused = true;
+  }
+  return refused ? CuResult::kStreamCaptureUnsupported : CuResult::kSuccess;
+}
+
 CuResult refuse_on_capturing(const StreamPtr& stream) {
   if (stream->capture == nullptr) return refuse_implicit(stream);
   if (stream->capture->status == CuCaptureStatus::kInvalidated) return CuResult::kStreamCaptureInvalidated;

@@ -329,6 +329,8 @@ CuResult cuCtxSynchronize() {
   if (result != CuResult::kSuccess) return result;
   result = refuse_while_capturing();
   if (result != CuResult::kSuccess) return result;
+  result = refuse_around_captures(context);
+  if (result != CuResult::kSuccess) return result;
   result = wait_for_context(lock, context);
   trim_pools();
   return result;
@@ -339,7 +341,9 @@ CuResult cuCtxSynchronize_v2(CuContext context) {
   Lock lock(driver().mutex);
   const ContextPtr found = find_context(context);
   if (found == nullptr) return CuResult::kInvalidContext;
-  const CuResult result = wait_for_context(lock, found);
+  CuResult result = refuse_around_captures(found);
+  if (result != CuResult::kSuccess) return result;
+  result = wait_for_context(lock, found);
   trim_pools();
   return result;
 }

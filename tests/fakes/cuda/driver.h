@@ -278,6 +278,8 @@ CuResult wait_for_stream(Lock& lock, const StreamPtr& stream);
 
 // Refuses a call that the captures of this or, in global mode, any thread forbid; they are invalidated by it.
 CuResult refuse_while_capturing();
+// The answer to synchronising the context, which invalidates all captures in it, in any mode.
+CuResult refuse_around_captures(const ContextPtr& context);
 // The answer to synchronising or querying the stream, which invalidates a capture.
 CuResult refuse_on_capturing(const StreamPtr& stream);
 // Whether the legacy stream may be used: not while a blocking stream of its context is capturing.

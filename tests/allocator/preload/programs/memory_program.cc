@@ -1285,6 +1285,93 @@ int devices() {
   return 0;
 }
 
+// Work of a stream of device 1 reads a block of device 0, which is current or not when the block is freed.
+int frees_beside_peers() {
+  CuContext second = nullptr;
+  CHECK_CU(driver.cuDevicePrimaryCtxRetain(&second, 1));
+  CHECK_CU(driver.cuCtxSetCurrent(second));
+  const CuStream there = new_stream();
+  CuDevicePtr target = 0;
+  CHECK_CU(driver.cuMemAlloc_v2(&target, kMiB));
+  const auto tell = [&](const char* when, CuContext current) {
+    CuDevicePtr block = 0;
+    CHECK_CU(driver.cuCtxSetCurrent(context));
+    CHECK_CU(driver.cuMemAlloc_v2(&block, kMiB));
+    for (int i = 0; i < 5; ++i) CHECK_CU(driver.cuMemcpyAsync(target, block, kMiB, there));
+    CHECK_CU(driver.cuCtxSetCurrent(current));
+    CHECK_CU(driver.cuMemFree_v2(block));
+    std::printf("%s: idle %d\n", when, is_idle(there));
+    CHECK_CU(driver.cuStreamSynchronize(there));
+    return 0;
+  };
+  if (tell("of the user", second) != 0) return 1;
+  CHECK_CU(driver.cuCtxSetCurrent(second));
+  CHECK_CU(driver.cuCtxEnablePeerAccess(context, 0));
+  if (tell("of the owner, with access", context) != 0) return 1;
+  CHECK_CU(driver.cuCtxSetCurrent(context));
+  return 0;
+}
+
+// The wait of a free is refused, as it is when another thread begins a capture just then.
+int refused_wait() {
+  void* const fake = ::dlopen("libcuda.so.1", RTLD_NOW);
+  auto* const fail =
+      reinterpret_cast<int (*)(const char*, std::uint64_t, int)>(::dlsym(fake, "fake_cuda_fail"));
+  CHECK(fail != nullptr);
+  const CuStream busy = new_stream(), other = new_stream();
+  CuDevicePtr freed = 0, next = 0;
+  CHECK_CU(driver.cuMemAlloc_v2(&freed, kMiB));
+  std::atomic<bool> is_open{false};
+  CHECK_CU(driver.cuLaunchHostFunc(busy, wait_at_gate, &is_open));
+  CHECK_CU(driver.cuMemsetD8Async(freed, 9, kMiB, busy));
+  fail("cuCtxSynchronize", 1, static_cast<int>(CuResult::kStreamCaptureUnsupported));
+  CHECK_CU(driver.cuMemFree_v2(freed));
+  CHECK_CU(driver.cuMemAlloc_v2(&next, kMiB));
+  CHECK_CU(driver.cuMemsetD8Async(next, 1, kMiB, other));
+  CHECK_CU(driver.cuStreamSynchronize(other));
+  is_open = true;
+  CHECK_CU(driver.cuCtxSynchronize());
+  unsigned char byte = 0;
+  CHECK_CU(driver.cuMemcpyDtoH_v2(&byte, next + kMiB / 2, 1));
+  std::printf("byte %d\n", byte);
+  return tell_free("afterwards");
+}
+
+// One thread frees while another one captures its own stream again and again.
+int captures_beside_frees() {
+  std::atomic<bool> is_over{false};
+  std::atomic<int> failures{0};
+  std::thread freeing([&] {
+    (void)driver.cuCtxSetCurrent(context);
+    while (!is_over) {
+      CuDevicePtr block = 0;
+      if (driver.cuMemAlloc_v2(&block, 4096) != CuResult::kSuccess ||
+          driver.cuMemFree_v2(block) != CuResult::kSuccess)
+        ++failures;
+    }
+  });
+  // So that calls wait for the fake's lock, and others come between.
+  std::vector<std::thread> asking;
+  for (int i = 0; i < 3; ++i) {
+    asking.emplace_back([&, asked = new_stream()] {
+      while (!is_over) (void)is_idle(asked);
+    });
+  }
+  const CuStream stream = new_stream();
+  for (int i = 0; i < 3000; ++i) {
+    CuGraph graph = nullptr;
+    if (driver.cuStreamBeginCapture_v2(stream, CuCaptureMode::kThreadLocal) != CuResult::kSuccess ||
+        driver.cuStreamEndCapture(stream, &graph) != CuResult::kSuccess)
+      ++failures;
+    if (graph != nullptr) (void)driver.cuGraphDestroy(graph);
+  }
+  is_over = true;
+  freeing.join();
+  for (std::thread& thread : asking) thread.join();
+  std::printf("failures %d\n", failures.load());
+  return 0;
+}
+
 }  // namespace
 
 int run(const std::string& matter) {
@@ -1324,6 +1411,9 @@ int run(const std::string& matter) {
       {"handles", handles},
       {"buffer-ids", buffer_ids},
       {"two-in-need", two_in_need},
+      {"frees-beside-peers", frees_beside_peers},
+      {"refused-wait", refused_wait},
+      {"captures-beside-frees", captures_beside_frees},
       {"host-memory", host_memory}};
   if (!query_driver("libcuda.so.1", kProcAddressDefault, &driver) ||
       !query_driver("libcuda.so.1", kProcAddressPerThreadStream, &per_thread)) {

@@ -431,6 +431,54 @@ int open_each() {
   return 0;
 }
 
+// Closes the opened block while queued work reads it.
+int close_in_use() {
+  Message message;
+  if (start() != 0) return 1;
+  CHECK(::read(STDIN_FILENO, &message, sizeof message) == static_cast<ssize_t>(sizeof message));
+  CuContext opening = nullptr, other = nullptr;
+  CHECK_CU(driver.cuCtxGetCurrent(&opening));
+  CuStream busy = nullptr, captured = nullptr;
+  CHECK_CU(driver.cuStreamCreate(&busy, kStreamNonBlocking));
+  CHECK_CU(driver.cuStreamCreate(&captured, kStreamNonBlocking));
+  CuDevicePtr target = 0, address = 0;
+  CHECK_CU(driver.cuMemAlloc_v2(&target, kBytes));
+  const auto use = [&] {
+    CHECK_CU(driver.cuIpcOpenMemHandle_v2(&address, message.handle, kIpcLazyEnablePeerAccess));
+    for (int i = 0; i < 3; ++i) CHECK_CU(driver.cuMemcpyAsync(target, address, kBytes, busy));
+    return 0;
+  };
+  if (use() != 0) return 1;
+  CHECK_CU(driver.cuCtxCreate_v2(&other, 0, 0));
+  CHECK_CU(driver.cuIpcCloseMemHandle(address));
+  CHECK_CU(driver.cuCtxSetCurrent(opening));
+  CHECK_CU(driver.cuStreamSynchronize(busy));
+  CHECK(holds(target, 1));
+
+  if (use() != 0) return 1;
+  CHECK_CU(driver.cuStreamBeginCapture_v2(captured, CuCaptureMode::kRelaxed));
+  CHECK_CU(driver.cuIpcCloseMemHandle(address));
+  CuGraph graph = nullptr;
+  CHECK_CU(driver.cuStreamEndCapture(captured, &graph));
+  CHECK_CU(driver.cuStreamSynchronize(busy));
+  CHECK(holds(target, 1));
+  CHECK_CU(driver.cuMemFree_v2(target));
+  std::uint32_t word = 0;
+  CHECK(driver.cuMemcpyDtoH_v2(&word, address, sizeof word) == CuResult::kInvalidValue);
+  return 0;
+}
+
+int share_with_a_closer(const char* program) {
+  const Child child = start_second(program, "close-in-use");
+  if (start() != 0) return 1;
+  CuDevicePtr block = 0;
+  Message message;
+  if (share_a_pattern(&block, &message) != 0) return 1;
+  CHECK(::write(child.input, &message, sizeof message) == static_cast<ssize_t>(sizeof message));
+  std::printf("second: %d\n", wait_for(child));
+  return 0;
+}
+
 int share_many_sizes() {
   constexpr std::size_t kStep = 4096;
   if (start() != 0) return 1;
@@ -627,6 +675,8 @@ int main(int argc, char** argv) {
   if (what == "reset") return share_after_resets(argv[0]);
   if (what == "open-each") return open_each();
   if (what == "sizes") return share_many_sizes();
+  if (what == "closer") return share_with_a_closer(argv[0]);
+  if (what == "close-in-use") return close_in_use();
   if (what == "signals") return share_with_the_interrupted(argv[0]);
   if (what == "open-while-interrupted") return open_while_interrupted();
   if (what == "held-up") return be_held_up(argv[0]);
