@@ -31,10 +31,14 @@ namespace {
 constexpr const char* kLockName = ".lock";
 constexpr std::uint64_t kMostHolderBytes = 512;
 
+// kUnavailable: it says nothing about the file.
 [[noreturn]] void io_error(const char* action, const std::string& path, int error) {
-  throw Error(StatusCode::kIoError, "cannot " + std::string(action) + " " + shown_path(path) + ": " +
-                                        std::strerror(error) +
-                                        "; check that the directory exists, is writable and has room");
+  const std::string text =
+      "cannot " + std::string(action) + " " + shown_path(path) + ": " + std::strerror(error);
+  if (error == EMFILE || error == ENFILE)
+    throw Error(StatusCode::kUnavailable, text + "; raise the limit of open files, as by ulimit -n");
+  if (error == ENOMEM) throw Error(StatusCode::kUnavailable, text + "; give the host more memory");
+  throw Error(StatusCode::kIoError, text + "; check that the directory exists, is writable and has room");
 }
 
 [[noreturn]] void io_error(const char* action, const std::string& path) {

@@ -98,7 +98,8 @@ void remove_aloud(const StateDirectory& directory, const std::string& name) {
   directory.remove(name);
   if (!directory.has(name)) return;
   log(LogLevel::kWarning,
-      "%s/%s stays: it has files that are not of a saved state, or cannot be removed; move them",
+      "%s/%s stays: it has files that are not of a saved state, or they cannot be removed now; the next save "
+      "tries again, or move them",
       directory.path().c_str(), name.c_str());
 }
 
@@ -106,7 +107,8 @@ void remove_aloud(const StateDirectory& directory, const std::string& name) {
 bool is_state(const StateDirectory& directory, const std::string& name) {
   try {
     return directory.subdirectory(name).has(kManifest);
-  } catch (const Error&) {
+  } catch (const Error& error) {
+    if (error.code() == StatusCode::kUnavailable) throw;
     return false;  // A link, or a file.
   }
 }
@@ -157,7 +159,8 @@ std::string newest_whole_state(const StateDirectory& directory, const std::strin
     try {
       SavedState(directory.path(), name).check_files();
       return name;
-    } catch (const Error&) {
+    } catch (const Error& error) {
+      if (error.code() == StatusCode::kUnavailable) throw;
       // An older one may be whole.
     }
   }
@@ -236,6 +239,7 @@ std::string find_state(const StateDirectory& directory) {
   try {
     if (std::string name = read_latest(directory); !name.empty()) return name;
   } catch (const Error& error) {
+    if (error.code() == StatusCode::kUnavailable) throw;
     damage = error.status();
   }
   const std::string found = newest_whole_state(directory);
@@ -699,7 +703,8 @@ void publish_state(const StateDirectory& directory, const std::string& temporary
   std::string superseded;
   try {
     superseded = find_state(directory);
-  } catch (const Error&) {
+  } catch (const Error& error) {
+    if (error.code() == StatusCode::kUnavailable) throw;
     // A damaged `latest` and no whole state supersede nothing.
   }
   const std::string target = superseded == name ? name + std::string(kAgain) : name;

@@ -6,6 +6,7 @@
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
@@ -835,6 +836,42 @@ void save_in_parts(const std::string& directory) {
     file.finish();
   }
   internal::publish_state(files, temporary, {{"ranks", 2}});
+}
+
+// Each descriptor that is missing, in turn: an older state is not taken instead, and none is lost.
+TEST_F(SavedStateFiles, MissingDescriptorsAreNoDamage) {
+  save(directory_, 1);
+  save(directory_, 2, 2);
+  const std::string temporary = begin_state(StateDirectory(directory_), 2);
+  rlimit before{};
+  ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &before), 0);
+  int refusals = 0;
+  for (rlim_t free = 1;; ++free) {
+    SCOPED_TRACE(free);
+    const StateDirectory files(directory_);
+    const int next = ::dup(STDERR_FILENO);
+    ::close(next);
+    rlimit low = before;
+    low.rlim_cur = static_cast<rlim_t>(next) + free;
+    ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &low), 0);
+    std::string found;
+    const Status loading = verdict([&] { found = internal::find_state(StateDirectory(directory_)); });
+    const Status saving = verdict([&] {
+      internal::publish_state(StateDirectory(directory_), temporary, {{"step", 2}, {"ranks", 1}});
+    });
+    ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &before), 0);
+    if (loading.ok()) {
+      EXPECT_EQ(found, internal::state_name(2));
+    } else {
+      EXPECT_EQ(loading.code(), StatusCode::kUnavailable);
+      EXPECT_NE(loading.message().find("ulimit -n"), std::string::npos) << loading.message();
+    }
+    if (saving.ok()) break;
+    EXPECT_EQ(load(directory_), 2u);
+    ++refusals;
+  }
+  EXPECT_GE(refusals, 2);
+  EXPECT_EQ(load(directory_), 2u);
 }
 
 TEST_F(SavedStateFiles, ARankReadsTheBlocksThatItNeeds) {
