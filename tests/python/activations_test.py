@@ -156,6 +156,41 @@ class OneRank(unittest.TestCase):
             results.append([loss.item(), *[p.grad.sum().item() for p in model.parameters()]])
         self.assertEqual(*results)
 
+    def test_a_kernel_that_writes_what_an_operator_has_saved(self):
+        class Kernel(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                loss = x.detach().square().sum()
+                x.data.mul_(2)  # Without a new version, as by a kernel of the program's own.
+                ctx.save_for_backward(x.detach())
+                return loss
+
+            @staticmethod
+            def backward(ctx, gradient):
+                return ctx.saved_tensors[0] * gradient
+
+        class Measured(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.inner = nn.Linear(8, 8)
+
+            def forward(self, x):
+                hidden = self.inner(x)
+                self.metric = hidden.detach().requires_grad_().square().mean()
+                return Kernel.apply(hidden)
+
+        norms = []
+        for offload in (False, True):
+            torch.manual_seed(0)
+            model = Measured()
+            if offload:
+                forebay.offload_activations(model, least_bytes=0)
+            for _ in range(3):
+                model.zero_grad()
+                model(torch.ones(64, 8)).backward()
+                norms.append(model.inner.weight.grad.norm().item())
+        self.assertEqual(norms, norms[:1] * 6)
+
     def test_views_that_are_conjugates_or_negatives(self):
         class Spectral(nn.Module):
             def __init__(self):

@@ -1345,6 +1345,31 @@ class OneRank(unittest.TestCase):
         for name, value in model.state_dict().items():
             self.assertTrue(torch.equal(value, expected[name]), name)
 
+    def test_a_write_in_a_state_dict(self):
+        for stage in (0, 3):
+            model = models.make()
+            forebay.shard(model, stage=stage)
+            forebay.AdamW(model)
+            given = model.state_dict()
+            with torch.no_grad():
+                given["norm.weight"].fill_(0.5)
+            with self.assertWarnsRegex(UserWarning, "norm.weight was written in what state_dict"):
+                model(*models.batch(0, 0))
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                kept = model.state_dict()
+                model(*models.batch(0, 0))
+                with torch.no_grad():
+                    kept["norm.weight"].fill_(0.5)  # An average that the program keeps.
+                model(*models.batch(0, 0))
+                with forebay.gathered(model, write=True):
+                    model.state_dict()["norm.weight"].fill_(0.25)
+                    self.assertIs(model.state_dict(keep_vars=True)["norm.weight"], model.norm.weight)
+                self.assertEqual(float(model.state_dict()["norm.weight"].mean()), 0.25)
+                model.load_state_dict({**kept, "norm.weight": kept["norm.weight"].mul_(2)})
+                model(*models.batch(0, 0))
+            self.assertEqual(float(model.state_dict()["norm.weight"].mean()), 1)
+
     def test_tied_parameters_stay_tied_in_a_state_dict(self):
         model = forebay.shard(models.make(), stage=3)
         forebay.AdamW(model)

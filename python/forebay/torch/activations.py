@@ -190,7 +190,8 @@ class ActivationOffload:
         if size < self.least_bytes or storage.data_ptr() in self.skipped or 2 * t.numel() * t.element_size() < size:
             return keep(t)
         reference = StorageWeakRef(storage)
-        key = (reference.cdata, t._version)
+        # A kernel of a program's own function writes without a new version, and saves a detached tensor then.
+        key = (reference.cdata, t._version, t.requires_grad)
         if key not in of.known:
             of.known[key] = (reference, self._save(of, storage))
         saved = of.known[key][1]

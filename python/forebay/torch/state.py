@@ -134,7 +134,7 @@ def _collect(sharded: Sharded) -> Callable[..., None]:
     copies: Dict[nn.Parameter, "weakref.ref[torch.Tensor]"] = {}  # Of tied parameters, so that they stay tied.
 
     def collect(module: nn.Module, state: Dict[str, Any], prefix: str, _: Any) -> None:
-        if sharded.engine is None:  # The parameters are torch's still.
+        if sharded.engine is None or sharded.writing:  # The parameters are torch's still, or for now.
             return
         for name, p in module._parameters.items():
             if p not in sharded.places or prefix + name not in state:
@@ -148,9 +148,10 @@ def _collect(sharded: Sharded) -> Callable[..., None]:
                 state[prefix + name] = tied
                 continue
             with sharded.reading([] if any(unit.held for unit in units) else units[:1]), torch.no_grad():
-                state[prefix + name] = p.detach().clone()
+                state[prefix + name] = made = p.detach().clone()
+            sharded.note_copy_of(prefix + name, made)
             if uses[p] > 1:
-                copies[p] = weakref.ref(state[prefix + name])
+                copies[p] = weakref.ref(made)
 
     return collect
 
@@ -177,6 +178,7 @@ def collected(model: nn.Module) -> Iterator[None]:
 def _take(sharded: Sharded) -> Callable[..., None]:
     def take(module: nn.Module, state: Dict[str, Any], prefix: str, metadata: Dict[str, Any], *_: Any) -> None:
         assigns = metadata.get("assign_to_params_buffers", False)
+        sharded.copies.clear()
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta and prefix + name in state:
                 module._buffers[name] = torch.empty_like(state[prefix + name], dtype=buffer.dtype, device=sharded.device)
