@@ -692,7 +692,10 @@ void ChunkedArena::advance(EventState& state, std::uint64_t ended_epoch) {
     if (!event.ok()) return;
     state.event = event.value();
   }
-  if (!backend_.event_record(state.event, state.stream).ok()) return;
+  if (!backend_.event_record(state.event, state.stream).ok()) {
+    state.recorded_epoch = state.completed_epoch;  // A capture may have it, and a query would end that.
+    return;
+  }
   state.recorded_epoch = ended_epoch;
   Result<bool> reached = backend_.event_query(state.event);
   if (reached.ok() && reached.value()) state.completed_epoch = ended_epoch;

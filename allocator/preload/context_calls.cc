@@ -41,6 +41,7 @@ void drop_arena(DriverDevice device) {
   }
   forget_streams(context);
   for (const auto& [address, facts] : ProcessArenas::of_process().drop(device)) leave_block(address, facts);
+  forget_waiting_frees(device);
   forget_shared_blocks(device, generation);
   note_reserved(device, nullptr);
   forget_pool_use(device);
@@ -50,6 +51,7 @@ void drop_arena(DriverDevice device) {
 void forget_context(DriverContext context) {
   if (context == nullptr) return;
   forget_streams(context);
+  forget_user(context);
   forget_opened_blocks(context);
   for (const auto& [address, facts] : ProcessArenas::of_process().blocks().forget_context(context))
     leave_block(address, facts);

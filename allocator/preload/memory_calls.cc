@@ -33,6 +33,7 @@ struct WaitingFree {
   DevicePtr address;
   BlockFacts facts;
   std::uint64_t generation;  // The arena it is of: a later one may have another block there.
+  DriverContext user;        // It may use the block still: the one that was current, or that of a stream.
 };
 
 SharedList<WaitingFree>& waiting_frees() {
@@ -61,15 +62,26 @@ DriverResult driver_result(const Status& status) {
 }
 
 // The bytes of the frees that are put off, by the sizes that were asked for.
-std::size_t waiting_bytes(int device) {
+std::size_t waiting_bytes(const ProcessArenas::Use& use) {
   std::size_t bytes = 0;
   waiting_frees().visit([&](const WaitingFree& free) {
-    if (free.facts.device == device) bytes += free.facts.bytes;
+    if (free.facts.device == use.device() && free.generation == use.generation()) bytes += free.facts.bytes;
   });
   return bytes;
 }
 
 }  // namespace
+
+void forget_user(DriverContext context) {
+  waiting_frees().visit([=](WaitingFree& free) {
+    if (free.user == context) free.user = nullptr;
+  });
+  forget_closing_user(context);
+}
+
+void forget_waiting_frees(int device) {
+  (void)waiting_frees().take([=](const WaitingFree& free) { return free.facts.device == device; });
+}
 
 void finish_waiting_frees() {
   finish_waiting_closes();
@@ -79,13 +91,14 @@ void finish_waiting_frees() {
     const ProcessArenas::Use use = ProcessArenas::of_process().find(device);
     if (!use) continue;
     auto frees = waiting_frees().take([=](const WaitingFree& free) { return free.facts.device == device; });
-    if (!frees.empty() && is_captured_error(wait_for_users(use))) {
-      waiting_frees().add(std::move(frees));
-      continue;
-    }
-    for (const WaitingFree& free : frees) {
+    for (DriverContext waited = nullptr; !frees.empty(); frees.pop_front()) {
+      const WaitingFree& free = frees.front();
+      const DriverContext user = free.user != nullptr ? free.user : static_cast<DriverContext>(use.context());
+      if (user != waited && is_captured_error(wait_for_users(use.context(), user))) break;
+      waited = user;
       if (free.generation == use.generation()) give_back(use, free.address, free.facts, Stream());
     }
+    waiting_frees().add(std::move(frees));
   }
 }
 
@@ -307,9 +320,10 @@ DriverResult mem_free(DriverAddress address) {
   DriverResult result = kDriverSuccess;
   if (!facts.is_ordered) {
     // A plain free reports errors of queued work; the block is freed all the same.
-    result = wait_for_users(use);
+    const DriverContext user = current_context();
+    result = wait_for_users(use.context(), user);
     if (is_captured_error(result)) {
-      waiting_frees().add({{block, facts, use.generation()}});
+      waiting_frees().add({{block, facts, use.generation(), user}});
       return kDriverSuccess;
     }
     finish_waiting_frees();
@@ -351,7 +365,13 @@ DriverResult mem_free_async(DriverAddress address, DriverStream stream) {
   const DriverStream last = numbered(stream, kPerThread);
   if (!is_same_context) {
     // The arena's events cannot be recorded on that stream, so wait here.
-    (void)preload_state().used.cuStreamSynchronize(last);
+    const RelaxedCapture relaxed;
+    if (is_captured_error(preload_state().used.cuStreamSynchronize(last))) {
+      DriverContext user = current_context();
+      if (!is_default_stream(last)) (void)preload_state().used.cuStreamGetCtx(last, &user);
+      waiting_frees().add({{block, facts, use.generation(), user}});
+      return kDriverSuccess;
+    }
     give_back(use, block, facts, Stream());
     return kDriverSuccess;
   }
@@ -386,7 +406,7 @@ DriverResult mem_get_info(std::size_t* free_bytes, std::size_t* total_bytes) {
     const std::size_t room = device_bytes - std::min(device_bytes, use.backend().capabilities().memory_bytes);
     free -= std::min(free, room);
     const std::size_t parked = ProcessArenas::of_process().blocks().parked_shared_bytes(use.device());
-    const std::size_t freed = parked + waiting_bytes(use.device());
+    const std::size_t freed = parked + waiting_bytes(use);
     const std::size_t live = statistics.live_bytes - std::min<std::size_t>(statistics.live_bytes, freed);
     free = std::min(free + (statistics.reserved_bytes - live), device_bytes);
     if (total < device_bytes) free = std::min(free, total > live ? total - live : std::size_t{0});

@@ -82,12 +82,6 @@ long thread_id() {
   return ::syscall(SYS_gettid);
 }
 
-DriverContext current_context() {
-  DriverContext context = nullptr;
-  (void)preload_state().used.cuCtxGetCurrent(&context);
-  return context;
-}
-
 SharedList<CapturedStream>& captures() {
   return SharedList<CapturedStream>::of_process();
 }
@@ -165,6 +159,12 @@ ContextScope::~ContextScope() {
   if (has_set_) (void)preload_state().used.cuCtxSetCurrent(previous_);
 }
 
+DriverContext current_context() {
+  DriverContext context = nullptr;
+  (void)preload_state().used.cuCtxGetCurrent(&context);
+  return context;
+}
+
 Route route_of_current_context() {
   DriverContext context = nullptr;
   DriverDevice device = 0;
@@ -233,17 +233,14 @@ void note_peer_access() noexcept {
   has_peers = true;
 }
 
-DriverResult wait_for_users(const ProcessArenas::Use& use) {
-  DriverResult result = wait_for_device(use);
-  const auto wait_too = [&](void* context) {
-    if (result != kDriverSuccess || context == nullptr || context == use.context()) return;
-    result = wait_for_context(context);
+DriverResult wait_for_users(void* context, void* user) {
+  DriverResult result = wait_for_context(context);
+  const auto wait_too = [&](void* other) {
+    if (result == kDriverSuccess && other != nullptr && other != context) result = wait_for_context(other);
   };
-  wait_too(current_context());
+  wait_too(user);
   for (int device = 0; has_peers && device < kPreloadDeviceLimit; ++device) {
-    if (device == use.device()) continue;
-    const ProcessArenas::Use other = ProcessArenas::of_process().find(device);
-    if (other) wait_too(other.context());
+    if (const ProcessArenas::Use other = ProcessArenas::of_process().find(device)) wait_too(other.context());
   }
   return result;
 }

@@ -43,7 +43,7 @@ class SharedList {
   template <typename Visit>
   void visit(const Visit& visit) {
     const std::lock_guard lock(mutex_);
-    for (const Entry& entry : list_) visit(entry);
+    for (Entry& entry : list_) visit(entry);
   }
   // Takes out the entries for which `condition` is true, asked from the oldest on.
   template <typename Condition>
@@ -134,10 +134,12 @@ inline bool is_captured_error(DriverResult result) noexcept {
 
 // The program has let one context use the memory of another device's.
 void note_peer_access() noexcept;
-// Waits as the driver does before it frees memory of the arena's device: for the arena's context, for the
-// current one, and, where note_peer_access() was called, for those of the other arenas. Returns the first
-// error.
-DriverResult wait_for_users(const ProcessArenas::Use& use);
+// Waits as the driver does before it frees memory of `context`: for that context, for `user`, which was
+// current then (null: none), and, where note_peer_access() was called, for those of the arenas. Returns the
+// first error.
+DriverResult wait_for_users(void* context, void* user);
+// The calling thread's; null if there is none.
+DriverContext current_context();
 
 // Gives unused memory of the arena back to the device, and returns its bytes. `waits`: for queued work that
 // may still use some of it; otherwise some milliseconds at most, until idle streams are known to be.
@@ -196,6 +198,10 @@ void end_idle_streams();
 // Forgets the kept and the captured streams of a context that is about to go away.
 void forget_streams(void* context);
 
+// Forgets that frees and closes which were put off wait for work of a context, which is gone.
+void forget_user(DriverContext context);
+// Forgets the frees of a device whose arena is gone.
+void forget_waiting_frees(int device);
 // Finishes frees and closes that were put off during a capture, unless there is one still. Waits for the
 // device if there are any, so only calls that may wait make it.
 void finish_waiting_frees();

@@ -482,6 +482,7 @@ struct OpenedBlock {
   std::vector<std::size_t> mapped;  // The chunks' sizes, side by side from `base`.
   OpenedRange range;
   std::size_t count = 0;
+  DriverContext closing = nullptr;  // The one that was current when it was closed.
 };
 
 struct Opened {
@@ -730,7 +731,8 @@ bool close_shared_block(DriverAddress address, DriverResult* result) {
     last = all.take(found);
   }
   // Unmapping does not wait for queued work, so wait here.
-  *result = wait_for_context(last.range.context);
+  last.closing = current_context();
+  *result = wait_for_users(last.range.context, last.closing);
   if (!is_captured_error(*result)) {
     unmap(last);
     return true;
@@ -745,11 +747,18 @@ bool close_shared_block(DriverAddress address, DriverResult* result) {
 void finish_waiting_closes() {
   if (waiting_closes().size() == 0 || any_capture()) return;
   auto closed = waiting_closes().take([](const OpenedBlock&) { return true; });
-  while (!closed.empty() && !is_captured_error(wait_for_context(closed.front().range.context))) {
-    unmap(closed.front());
-    closed.pop_front();
+  for (; !closed.empty(); closed.pop_front()) {
+    const OpenedBlock& block = closed.front();
+    if (is_captured_error(wait_for_users(block.range.context, block.closing))) break;
+    unmap(block);
   }
   waiting_closes().add(std::move(closed));
+}
+
+void forget_closing_user(DriverContext context) {
+  waiting_closes().visit([=](OpenedBlock& block) {
+    if (block.closing == context) block.closing = nullptr;
+  });
 }
 
 }  // namespace forebay

@@ -476,6 +476,8 @@ class CudaBackendImpl final : public CudaBackend {
     FOREBAY_RETURN_IF_ERROR(check_not_capturing(stream, what));
     FOREBAY_RETURN_IF_ERROR(
         check(driver_.cuEventRecord(native(event), native(stream)), "cuEventRecord", what));
+    // A capture that another thread began meanwhile may have taken the event, and a query would end it.
+    FOREBAY_RETURN_IF_ERROR(check_not_capturing(stream, what));
     order_.record(native(event), native(stream));
     return {};
   }

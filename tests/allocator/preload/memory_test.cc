@@ -282,6 +282,14 @@ TEST(PreloadMemory, AFreeWhoseWaitIsRefusedKeepsItsMemory) {
   run.expect_no_hazard();
 }
 
+TEST(PreloadMemory, AFreeThatWasPutOffWaitsForTheContextThatWasCurrent) {
+  PreloadRun run(matter("put-off-elsewhere"), "arena", {{"FAKE_CUDA_LATENCY_NS", "20000000"}});
+
+  EXPECT_EQ(run.finished.exit_code, 0) << run.finished.output;
+  EXPECT_EQ(run.finished.output, "put off: idle 0\ncompleted: idle 1\n");
+  run.expect_no_hazard();
+}
+
 TEST(PreloadMemory, ACaptureAndTheFreesOfAnotherThreadDoNotEndEachOther) {
   expect_output("captures-beside-frees", "failures 0\n");
 }

@@ -92,7 +92,8 @@ TEST(PreloadSharing, FreedBlocksOfManySizesAreGivenBackWhenMemoryIsMissing) {
 }
 
 TEST(PreloadSharing, ABlockThatIsClosedIsUnmappedAfterTheWorkOfItsContext) {
-  PreloadRun run({program("sharing_program"), "closer"}, "arena", {{"FAKE_CUDA_LATENCY_NS", "20000000"}});
+  PreloadRun run({program("sharing_program"), "closer"}, "arena",
+                 {{"FAKE_CUDA_DEVICES", "2"}, {"FAKE_CUDA_LATENCY_NS", "20000000"}});
 
   EXPECT_EQ(run.finished.exit_code, 0) << run.finished.output;
   EXPECT_EQ(run.finished.output, "second: 0\n");

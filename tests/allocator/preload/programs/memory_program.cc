@@ -1312,6 +1312,28 @@ int frees_beside_peers() {
   return 0;
 }
 
+// A free is put off in one context, whose work uses the block, and completed in another.
+int put_off_elsewhere() {
+  CuContext own = nullptr;
+  CuDevicePtr block = 0, other = 0;
+  const CuStream captured = new_stream();
+  CHECK_CU(driver.cuMemAlloc_v2(&block, kMiB));
+  CHECK_CU(driver.cuMemAlloc_v2(&other, kMiB));
+  CHECK_CU(driver.cuStreamBeginCapture_v2(captured, CuCaptureMode::kRelaxed));
+  CHECK_CU(driver.cuCtxCreate_v2(&own, 0, 0));
+  const CuStream there = new_stream();
+  if (queue_work(there, block) != 0) return 1;
+  CHECK_CU(driver.cuMemFree_v2(block));
+  std::printf("put off: idle %d\n", is_idle(there));
+  CHECK_CU(driver.cuCtxSetCurrent(context));
+  CuGraph graph = nullptr;
+  CHECK_CU(driver.cuStreamEndCapture(captured, &graph));
+  CHECK_CU(driver.cuMemFree_v2(other));
+  std::printf("completed: idle %d\n", is_idle(there));
+  CHECK_CU(driver.cuCtxDestroy_v2(own));
+  return 0;
+}
+
 // The wait of a free is refused, as it is when another thread begins a capture just then.
 int refused_wait() {
   void* const fake = ::dlopen("libcuda.so.1", RTLD_NOW);
@@ -1413,6 +1435,7 @@ int run(const std::string& matter) {
       {"two-in-need", two_in_need},
       {"frees-beside-peers", frees_beside_peers},
       {"refused-wait", refused_wait},
+      {"put-off-elsewhere", put_off_elsewhere},
       {"captures-beside-frees", captures_beside_frees},
       {"host-memory", host_memory}};
   if (!query_driver("libcuda.so.1", kProcAddressDefault, &driver) ||

@@ -436,8 +436,9 @@ int close_in_use() {
   Message message;
   if (start() != 0) return 1;
   CHECK(::read(STDIN_FILENO, &message, sizeof message) == static_cast<ssize_t>(sizeof message));
-  CuContext opening = nullptr, other = nullptr;
+  CuContext opening = nullptr, other = nullptr, peer = nullptr;
   CHECK_CU(driver.cuCtxGetCurrent(&opening));
+  CHECK_CU(driver.cuDevicePrimaryCtxRetain(&peer, 1));
   CuStream busy = nullptr, captured = nullptr;
   CHECK_CU(driver.cuStreamCreate(&busy, kStreamNonBlocking));
   CHECK_CU(driver.cuStreamCreate(&captured, kStreamNonBlocking));
@@ -462,6 +463,22 @@ int close_in_use() {
   CHECK_CU(driver.cuStreamEndCapture(captured, &graph));
   CHECK_CU(driver.cuStreamSynchronize(busy));
   CHECK(holds(target, 1));
+
+  // Work of another device, which is current.
+  CHECK_CU(driver.cuCtxSetCurrent(opening));
+  CHECK_CU(driver.cuIpcOpenMemHandle_v2(&address, message.handle, kIpcLazyEnablePeerAccess));
+  CHECK_CU(driver.cuCtxSetCurrent(peer));
+  CuStream there = nullptr;
+  CuDevicePtr copy = 0;
+  CHECK_CU(driver.cuStreamCreate(&there, kStreamNonBlocking));
+  CHECK_CU(driver.cuMemAlloc_v2(&copy, kBytes));
+  for (int i = 0; i < 3; ++i) CHECK_CU(driver.cuMemcpyAsync(copy, address, kBytes, there));
+  CHECK_CU(driver.cuIpcCloseMemHandle(address));
+  CHECK_CU(driver.cuStreamSynchronize(there));
+  CHECK(holds(copy, 1));
+  CHECK_CU(driver.cuMemFree_v2(copy));
+  CHECK_CU(driver.cuCtxSetCurrent(opening));
+
   CHECK_CU(driver.cuMemFree_v2(target));
   std::uint32_t word = 0;
   CHECK(driver.cuMemcpyDtoH_v2(&word, address, sizeof word) == CuResult::kInvalidValue);
