@@ -1,6 +1,7 @@
 #include "collectives/rendezvous/store_directory.h"
 
 #include <fcntl.h>
+#include <pthread.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -10,6 +11,8 @@
 #include <exception>
 #include <filesystem>
 #include <fstream>
+#include <mutex>
+#include <set>
 #include <thread>
 #include <vector>
 
@@ -187,6 +190,29 @@ bool is_held(const std::string& path) {
   return file.valid() && fcntl(file.number(), F_OFD_GETLK, &lock) == 0 && lock.l_type != F_UNLCK;
 }
 
+// Locks that show that a rank is there. They belong to descriptors, which a child of fork() has too and would
+// keep after this process, so a child gives its copies up; the numbers stay taken, since objects have them.
+struct PresenceFiles {
+  std::mutex mutex;
+  std::set<int> numbers;
+};
+PresenceFiles& presence_files() {
+  static PresenceFiles& files =
+      *new PresenceFiles;  // Until the end of the process: a fork may come at any time.
+  static const int has_handlers = ::pthread_atfork([] { files.mutex.lock(); }, [] { files.mutex.unlock(); },
+                                                   [] {
+                                                     const int nothing =
+                                                         ::open("/dev/null", O_RDWR | O_CLOEXEC);
+                                                     for (const int number : files.numbers)
+                                                       static_cast<void>(::dup3(nothing, number, O_CLOEXEC));
+                                                     if (nothing >= 0) ::close(nothing);
+                                                     files.numbers.clear();
+                                                     files.mutex.unlock();
+                                                   });
+  static_cast<void>(has_handlers);
+  return files;
+}
+
 bool is_named(int file, const std::string& path) {
   struct stat open_one {};
   struct stat named {};
@@ -218,6 +244,10 @@ Status StoreDirectory::come(const Participant& who) {
     const bool written = ftruncate(file.number(), 0) == 0 &&
                          ::write(file.number(), me.data(), me.size()) == static_cast<ssize_t>(me.size());
     presence_ = std::move(file);
+    {
+      const std::lock_guard guard(presence_files().mutex);
+      presence_files().numbers.insert(presence_.number());
+    }
     const std::lock_guard guard(mutex_);
     seen_[rank_] = me;
     if (!written) return io_error("cannot write " + path);
@@ -309,7 +339,11 @@ bool StoreDirectory::sweep() {
 StoreDirectory::~StoreDirectory() {
   if (presence_.valid()) {
     remove(here_name(rank_));
-    presence_.reset();
+    {
+      const std::lock_guard guard(presence_files().mutex);
+      presence_files().numbers.erase(presence_.number());
+      presence_.reset();
+    }
     try {
       // Peers hear of the end of a process before its locks are released.
       const auto limit =

@@ -207,6 +207,13 @@ void StateFile::sync() const {
   if (const int error = sync_error(descriptor_.number()); error != 0) io_error("sync", path_, error);
 }
 
+void StateFile::unlock() const {
+  struct flock lock {};
+  lock.l_type = F_UNLCK;
+  lock.l_whence = SEEK_SET;
+  static_cast<void>(::fcntl(descriptor_.number(), F_OFD_SETLK, &lock));
+}
+
 StateDirectory::StateDirectory(Descriptor descriptor, std::string path)
     : descriptor_(std::move(descriptor)), path_(std::move(path)) {}
 
@@ -362,7 +369,9 @@ StateLock::~StateLock() {
   const auto taken = locks.by_directory.find(key_);
   if (taken == locks.by_directory.end()) return;  // Taken before a fork().
   if (saves_) taken->second.saves = false;
-  if (--taken->second.count == 0) locks.by_directory.erase(taken);
+  if (--taken->second.count > 0) return;
+  taken->second.file.unlock();  // A child that was made just now has its copy still.
+  locks.by_directory.erase(taken);
 }
 
 StateLock::StateLock(const StateDirectory& directory, bool saves) : saves_(saves) {

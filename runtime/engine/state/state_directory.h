@@ -30,6 +30,8 @@ class StateFile {
   bool set_direct(bool direct) const;
   void read_at(std::uint64_t offset, void* data, std::uint64_t bytes) const;
   void sync() const;
+  // Releases the lock of the file, which copies of the descriptor in other processes would keep.
+  void unlock() const;
 
  private:
   bool is_direct() const;  // Writes go past the page cache.

@@ -281,6 +281,31 @@ TEST(StoreDirectory, ARankThatIsKilledIsNamedAndOneThatLeavesIsNot) {
 }
 
 // On a shared file system a host may not see the locks of another host, whose ranks live all the same.
+// As a data loader's process does.
+TEST(StoreDirectory, AChildThatOutlivesAKilledRankDoesNotStandForIt) {
+  const testing::TemporaryDirectory directory;
+  const std::string path = directory / "store";
+  int ends[2];
+  ASSERT_EQ(::pipe(ends), 0);
+  const pid_t rank = ::fork();
+  if (rank == 0) {
+    const std::unique_ptr<StoreDirectory> store = open_as(path, 1);
+    const pid_t child = ::fork();
+    if (child != 0) static_cast<void>(!::write(ends[1], &child, sizeof child));
+    for (;;) ::pause();
+  }
+  pid_t child = -1;
+  ASSERT_EQ(::read(ends[0], &child, sizeof child), static_cast<ssize_t>(sizeof child));
+  ::kill(rank, SIGKILL);
+  ::waitpid(rank, nullptr, 0);
+  const std::unique_ptr<StoreDirectory> store = StoreDirectory::open(path).value();
+  const Status came = store->come({1, 3, {}});
+  ::kill(child, SIGKILL);
+  ::close(ends[0]);
+  ::close(ends[1]);
+  EXPECT_TRUE(came.ok()) << came.to_string();
+}
+
 TEST(StoreDirectory, ARankOfAnotherHostNeedsNoLockThatThisHostSees) {
   const testing::TemporaryDirectory directory;
   const std::string path = directory / "store";

@@ -838,6 +838,24 @@ void save_in_parts(const std::string& directory) {
   internal::publish_state(files, temporary, {{"ranks", 2}});
 }
 
+// Its copy of the descriptor is there until its handlers have run.
+TEST_F(SavedStateFiles, AChildThatWasJustMadeKeepsNoLock) {
+  save(directory_, 1);
+  const StateDirectory files(directory_);
+  pid_t child = -1;
+  {
+    const StateLock lock(files);
+    child = static_cast<pid_t>(::syscall(SYS_clone, SIGCHLD, nullptr, nullptr, nullptr, nullptr));
+    if (child == 0) {  // Without handlers.
+      for (;;) ::syscall(SYS_pause);
+    }
+  }
+  const Status status = verdict([&] { const StateLock again(files); });
+  ::kill(child, SIGKILL);
+  ::waitpid(child, nullptr, 0);
+  EXPECT_TRUE(status.ok()) << status.to_string();
+}
+
 // Each descriptor that is missing, in turn: an older state is not taken instead, and none is lost.
 TEST_F(SavedStateFiles, MissingDescriptorsAreNoDamage) {
   save(directory_, 1);
