@@ -445,8 +445,8 @@ class Sharded:
         self.norm_taken = False  # By the engine, which takes no more micro-steps then.
         self.saving: Optional[SavingOutcome] = None  # A save in the background that nobody has waited for.
         self.said: Set[str] = set()  # Warnings.
-        # The copies that state_dict() gave since the last pass, with name and version.
-        self.copies: List[Tuple[str, "weakref.ref[torch.Tensor]", int]] = []
+        # The last copies that state_dict() gave since the last pass, with name and version.
+        self.copies: Dict[nn.Parameter, Tuple[str, "weakref.ref[torch.Tensor]", int]] = {}
         self.optimizer: Any = None  # The one whose moments the engine has; None before a step, and after restore().
         self.switched: List[str] = []  # The parameters of which requires_grad was followed before this step.
         self.stand_ins: Dict[nn.Parameter, stand_in.Gradient] = {}
@@ -711,8 +711,7 @@ class Sharded:
         self.passing["thread"] = threading.get_ident()
         self.depth += 1
         if self.depth == 1:
-            if self.copies:
-                self.warn_of_written_copies()
+            self.warn_of_written_copies()
             self.pass_has_gradients = torch.is_grad_enabled()
             if self.guard is not None:
                 self.guard.follow_pass()
@@ -1137,6 +1136,7 @@ class Sharded:
     def step(self, groups: Sequence[Mapping[str, Any]]) -> Optional[core.StepResult]:
         """Updates all parameters; None where there was no backward pass. Collective."""
         self.refuse_writing()
+        self.warn_of_written_copies()
         self.refuse_replaced()
         self.refuse_changed()
         self.commit(groups)
@@ -1236,14 +1236,16 @@ class Sharded:
             self.said.add(text)
             warnings.warn(text, stacklevel=2)
 
-    def note_copy_of(self, name: str, value: torch.Tensor) -> None:
+    def note_copy_of(self, p: nn.Parameter, name: str, value: torch.Tensor) -> None:
         if not value.is_inference():
-            self.copies.append((name, weakref.ref(value), _VERSION(value)))
+            self.copies[p] = (name, weakref.ref(value), _VERSION(value))
 
     def warn_of_written_copies(self) -> None:
         """torch's state_dict() has the parameters themselves, and programs write them there."""
+        if not self.copies:
+            return
         with guard.unwatched():
-            written = next((name for name, reference, version in self.copies
+            written = next((name for name, reference, version in self.copies.values()
                             if (value := reference()) is not None and _VERSION(value) != version), None)
         self.copies.clear()
         if written is not None:

@@ -149,7 +149,7 @@ def _collect(sharded: Sharded) -> Callable[..., None]:
                 continue
             with sharded.reading([] if any(unit.held for unit in units) else units[:1]), torch.no_grad():
                 state[prefix + name] = made = p.detach().clone()
-            sharded.note_copy_of(prefix + name, made)
+            sharded.note_copy_of(p, prefix + name, made)
             if uses[p] > 1:
                 copies[p] = weakref.ref(made)
 
@@ -178,7 +178,6 @@ def collected(model: nn.Module) -> Iterator[None]:
 def _take(sharded: Sharded) -> Callable[..., None]:
     def take(module: nn.Module, state: Dict[str, Any], prefix: str, metadata: Dict[str, Any], *_: Any) -> None:
         assigns = metadata.get("assign_to_params_buffers", False)
-        sharded.copies.clear()
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta and prefix + name in state:
                 module._buffers[name] = torch.empty_like(state[prefix + name], dtype=buffer.dtype, device=sharded.device)
@@ -186,6 +185,9 @@ def _take(sharded: Sharded) -> Callable[..., None]:
             value = state.get(prefix + name)
             if p is None or value is None or getattr(p, "_forebay", None) is not sharded:
                 continue
+            sharded.copies.pop(p, None)
+            if p.dim() == 0 and value.dim() == 1 and len(value):
+                state[prefix + name] = value = value[0]  # As torch takes it.
             if value is p:
                 if not assigns:
                     sharded.note_copy(p)
