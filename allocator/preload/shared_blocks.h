@@ -43,9 +43,8 @@ bool find_opened_block(DriverAddress address, OpenedRange* range);
 // Unmaps what was opened in a context that is gone, as the driver does with memory that it has opened.
 void forget_opened_blocks(DriverContext context);
 
-// Undoes one opening. The last one waits for all work of the context that opened the block, of the current
-// one and of the arenas, and unmaps the block, during a capture later. False: no shared block was opened at
-// that address.
+// Undoes one opening. The last one waits for the users of the context that opened the block (wait_for_users)
+// and unmaps it, during a capture later. False: no shared block was opened at that address.
 bool close_shared_block(DriverAddress address, DriverResult* result);
 // Unmaps what was closed during a capture, unless there is one still.
 void finish_waiting_closes();

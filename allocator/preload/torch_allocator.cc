@@ -138,12 +138,9 @@ extern "C" void* forebay_torch_alloc(ssize_t bytes, int device, void* stream) {
   DevicePtr const again = captured ? take_graph_block(use, numbered(given, false), &request.bytes) : nullptr;
   const Result<DevicePtr> block =
       again != nullptr ? Result<DevicePtr>(again)
-      : is_preloaded()
-          ? allocate_from(use, &request, &outside)
-          : allocate_again(use, request, use.arena().allocate(request), [&] {
-              if (captured) return false;
-              return is_preloaded() ? wait_for_device(use) == kDriverSuccess : wait_for_current_device();
-            });
+      : is_preloaded() ? allocate_from(use, &request, &outside)
+                       : allocate_again(use, request, use.arena().allocate(request),
+                                        [&] { return !captured && wait_for_current_device(); });
   if (!block.ok()) {
     if (is_preloaded() && block.status().code() == StatusCode::kOutOfMemory) {
       note_reserved(use.device(), &use.arena());
