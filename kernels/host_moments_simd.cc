@@ -593,6 +593,9 @@ class BlockReader {
     return from_bits(set_bits(m_exponent_ == kMomentExponentNan ? kCanonicalNanFloat32 : scale));
   }
 
+  HWY_INLINE bool has_nan_m() const {
+    return m_exponent_ == kMomentExponentNan;
+  }
   // Then all of v is NaN, and load() gives other values.
   HWY_INLINE bool has_nan_v() const {
     return v_exponent_ == kMomentExponentNan;
@@ -690,10 +693,10 @@ struct BlockRange {
         greatest_v(greatest_m),
         least_m(hn::Inf(FloatTag())),
         least_v(least_m) {}
-  // Neither is a NaN, nor v negative.
+  // m is no NaN, and v is not negative.
   HWY_INLINE void add(FloatVector m, FloatVector v) {
     greatest_m = greater_magnitude(greatest_m, m);
-    greatest_v = hn::Max(greatest_v, v);
+    greatest_v = from_bits(hn::Max(bits_of(greatest_v), bits_of(v)));  // A NaN stays.
     least_m = smaller_magnitude(least_m, m);
     least_v = hn::Min(least_v, v);
   }
@@ -851,7 +854,9 @@ struct BlockConstants {
 // A block is updated in two loops, because its exponents come from all of its m and v. The root occupies the
 // divider in the first one and the quotient in the second, so both have other work to do meanwhile.
 
-// The first: new m and v, and the roots of v. False where one of m and v may be infinite or a NaN.
+// The first: new m and v, and the roots of v. False where one of m and v is infinite or a NaN. With finite
+// codes and constants m is a NaN only where its gradient is infinite or a NaN, and then v is one of these
+// too.
 template <DataType gradient_type>
 HWY_NOINLINE bool compute_moments(const AdamWArguments& a, const BlockConstants& constants,
                                   const Moments& moments, std::size_t start, NewBlock& block,
@@ -863,11 +868,10 @@ HWY_NOINLINE bool compute_moments(const AdamWArguments& a, const BlockConstants&
   const auto* const m_codes = static_cast<const std::uint8_t*>(moments.m) + start;
   const auto* const v_codes = static_cast<const std::uint8_t*>(moments.v) + start;
   BlockReader reader(moments, start);
-  if (HWY_UNLIKELY(reader.has_nan_v())) return false;
+  if (HWY_UNLIKELY(reader.has_nan_m() || reader.has_nan_v())) return false;
   // The scale of m goes into beta1, which is exact: see can_update_block8().
   c.beta1 = hn::Mul(c.beta1, reader.m_scale());
   BlockRange range;
-  auto sum = hn::Set(d, 1.0f);  // Not finite after any m or v that is not.
   for (std::size_t i = 0; i < kMomentBlockCount; i += kGroupCount) {
     if (kGroupCount == kTurnCount || i % kTurnCount == 0) {
       // The second loop fetches the master, so that neither has more lines on their way than a processor
@@ -884,14 +888,13 @@ HWY_NOINLINE bool compute_moments(const AdamWArguments& a, const BlockConstants&
       const std::size_t at = i + k * kLanes;
       adamw_moments(c, g[k], m[k], v[k]);
       range.add(m[k], v[k]);
-      sum = hn::MulAdd(m[k], v[k], sum);
       hn::Store(m[k], d, block.m + at);
       hn::Store(v[k], d, block.v + at);
       hn::Store(hn::Sqrt(v[k]), d, roots + at);
     }
   }
   block.range = range;
-  return hn::AllTrue(d, hn::IsFinite(sum));
+  return hn::AllTrue(d, hn::And(hn::IsFinite(range.greatest_m), hn::IsFinite(range.greatest_v)));
 }
 
 // The second: the master, the parameter and the codes.
@@ -955,10 +958,11 @@ void update_block8(const HostAdamArguments& arguments, std::size_t begin, std::s
   }
 }
 
-// Whether the product of beta1 and a block's scale, 2^-95 to 2^127, is exact, and no new v is negative.
+// Whether the product of beta1 and a block's scale, 2^-95 to 2^127, is exact, no new v is negative, and m is
+// finite where the gradient is.
 bool can_update_block8(const AdamWArguments& a) {
   return (a.beta1 == 0.0f || (a.beta1 >= 0x1p-24f && a.beta1 <= 1.0f)) && !std::signbit(a.beta2) &&
-         !std::signbit(a.a2);
+         !std::signbit(a.a2) && std::isfinite(a.a1);
 }
 
 // --- all ---
