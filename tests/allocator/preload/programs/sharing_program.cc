@@ -485,17 +485,6 @@ int close_in_use() {
   return 0;
 }
 
-int share_with_a_closer(const char* program) {
-  const Child child = start_second(program, "close-in-use");
-  if (start() != 0) return 1;
-  CuDevicePtr block = 0;
-  Message message;
-  if (share_a_pattern(&block, &message) != 0) return 1;
-  CHECK(::write(child.input, &message, sizeof message) == static_cast<ssize_t>(sizeof message));
-  std::printf("second: %d\n", wait_for(child));
-  return 0;
-}
-
 int share_many_sizes() {
   constexpr std::size_t kStep = 4096;
   if (start() != 0) return 1;
@@ -547,8 +536,9 @@ int open_while_interrupted() {
   return 0;
 }
 
-int share_with_the_interrupted(const char* program) {
-  const Child child = start_second(program, "open-while-interrupted");
+// The second process does what its argument says with a block of this one.
+int share_with(const char* program, const char* what) {
+  const Child child = start_second(program, what);
   if (start() != 0) return 1;
   CuDevicePtr block = 0;
   Message message;
@@ -692,9 +682,9 @@ int main(int argc, char** argv) {
   if (what == "reset") return share_after_resets(argv[0]);
   if (what == "open-each") return open_each();
   if (what == "sizes") return share_many_sizes();
-  if (what == "closer") return share_with_a_closer(argv[0]);
+  if (what == "closer") return share_with(argv[0], "close-in-use");
   if (what == "close-in-use") return close_in_use();
-  if (what == "signals") return share_with_the_interrupted(argv[0]);
+  if (what == "signals") return share_with(argv[0], "open-while-interrupted");
   if (what == "open-while-interrupted") return open_while_interrupted();
   if (what == "held-up") return be_held_up(argv[0]);
   if (what == "try") return try_to_open();
