@@ -1345,6 +1345,18 @@ class OneRank(unittest.TestCase):
         for name, value in model.state_dict().items():
             self.assertTrue(torch.equal(value, expected[name]), name)
 
+    def test_one_element_is_loaded_for_a_scalar(self):
+        class Scaled(torch.nn.Linear):
+            def __init__(self):
+                super().__init__(4, 4)
+                self.scale = torch.nn.Parameter(torch.tensor(1.0))
+
+        for stage in (0, 3):
+            model = forebay.shard(Scaled(), stage=stage)
+            forebay.AdamW(model)
+            model.load_state_dict({**model.state_dict(), "scale": torch.tensor([3.0])})
+            self.assertEqual(model.state_dict()["scale"].item(), 3)
+
     def test_a_write_in_a_state_dict(self):
         for stage in (0, 3):
             model = models.make()

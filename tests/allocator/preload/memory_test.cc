@@ -210,8 +210,8 @@ TEST(PreloadMemory, AStreamThatGoesWithItsContextIsNotDestroyedAgain) {
   run.expect_no_hazard();
 }
 
-void expect_output(const std::string& what, const std::string& output) {
-  PreloadRun run(matter(what));
+void expect_output(const std::string& what, const std::string& output, const Process::Variables& more = {}) {
+  PreloadRun run(matter(what), "arena", more);
 
   EXPECT_EQ(run.finished.exit_code, 0) << run.finished.output;
   EXPECT_EQ(run.finished.output, output);
@@ -266,28 +266,17 @@ TEST_P(PreloadReordered, EachThreadHasItsOwnDefaultStream) {
 INSTANTIATE_TEST_SUITE_P(Seeds, PreloadReordered, ::testing::Range(1, 6));
 
 TEST(PreloadMemory, AFreeWaitsForTheCurrentContextAndForThoseWithAccess) {
-  PreloadRun run(matter("frees-beside-peers"), "arena",
-                 {{"FAKE_CUDA_DEVICES", "2"}, {"FAKE_CUDA_LATENCY_NS", "20000000"}});
-
-  EXPECT_EQ(run.finished.exit_code, 0) << run.finished.output;
-  EXPECT_EQ(run.finished.output, "of the user: idle 1\nof the owner, with access: idle 1\n");
-  run.expect_no_hazard();
+  expect_output("frees-beside-peers", "of the user: idle 1\nof the owner, with access: idle 1\n",
+                {{"FAKE_CUDA_DEVICES", "2"}, {"FAKE_CUDA_LATENCY_NS", "20000000"}});
 }
 
 TEST(PreloadMemory, AFreeWhoseWaitIsRefusedKeepsItsMemory) {
-  PreloadRun run(matter("refused-wait"), "arena", {{"FAKE_CUDA_LATENCY_NS", "20000000"}});
-
-  EXPECT_EQ(run.finished.exit_code, 0) << run.finished.output;
-  EXPECT_EQ(run.finished.output, "byte 1\nafterwards: idle 1\n");
-  run.expect_no_hazard();
+  expect_output("refused-wait", "byte 1\nafterwards: idle 1\n", {{"FAKE_CUDA_LATENCY_NS", "20000000"}});
 }
 
 TEST(PreloadMemory, AFreeThatWasPutOffWaitsForTheContextThatWasCurrent) {
-  PreloadRun run(matter("put-off-elsewhere"), "arena", {{"FAKE_CUDA_LATENCY_NS", "20000000"}});
-
-  EXPECT_EQ(run.finished.exit_code, 0) << run.finished.output;
-  EXPECT_EQ(run.finished.output, "put off: idle 0\ncompleted: idle 1\n");
-  run.expect_no_hazard();
+  expect_output("put-off-elsewhere", "put off: idle 0\ncompleted: idle 1\n",
+                {{"FAKE_CUDA_LATENCY_NS", "20000000"}});
 }
 
 TEST(PreloadMemory, ACaptureAndTheFreesOfAnotherThreadDoNotEndEachOther) {

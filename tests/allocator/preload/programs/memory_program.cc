@@ -506,9 +506,23 @@ int tell_free(const char* when) {
   return 0;
 }
 
+// Work behind the gate writes freed memory. Writes the next block, and says whether that stays.
+int tell_next(CuDevicePtr next, std::atomic<bool>* gate) {
+  const CuStream other = new_stream();
+  CHECK_CU(driver.cuMemsetD8Async(next, 1, kMiB, other));
+  CHECK_CU(driver.cuStreamSynchronize(other));
+  *gate = true;
+  CHECK_CU(driver.cuCtxSynchronize());
+  unsigned char byte = 0;
+  CHECK_CU(driver.cuMemcpyDtoH_v2(&byte, next + kMiB / 2, 1));
+  std::printf("byte %d\n", byte);
+  // No capture is left, so a plain free waits.
+  return tell_free("afterwards");
+}
+
 // A busy stream that is destroyed while it is captured: its work of before goes on, on memory that was freed.
 int captured_stream_destroyed() {
-  const CuStream busy = new_stream(), other = new_stream();
+  const CuStream busy = new_stream();
   CuDevicePtr freed = 0, next = 0;
   CHECK_CU(driver.cuMemAllocAsync(&freed, kMiB, busy));
   std::atomic<bool> is_open{false};
@@ -517,16 +531,8 @@ int captured_stream_destroyed() {
   CHECK_CU(driver.cuMemFreeAsync(freed, busy));
   CHECK_CU(driver.cuStreamBeginCapture_v2(busy, CuCaptureMode::kRelaxed));
   CHECK_CU(driver.cuStreamDestroy_v2(busy));
-  CHECK_CU(driver.cuMemAllocAsync(&next, kMiB, other));
-  CHECK_CU(driver.cuMemsetD8Async(next, 1, kMiB, other));
-  CHECK_CU(driver.cuStreamSynchronize(other));
-  is_open = true;
-  CHECK_CU(driver.cuCtxSynchronize());
-  unsigned char byte = 0;
-  CHECK_CU(driver.cuMemcpyDtoH_v2(&byte, next + kMiB / 2, 1));
-  std::printf("byte %d\n", byte);
-  // Captures are over, so a plain free waits again.
-  return tell_free("afterwards");
+  CHECK_CU(driver.cuMemAllocAsync(&next, kMiB, new_stream()));
+  return tell_next(next, &is_open);
 }
 
 // A thread retains the primary context while another one's release waits for work.
@@ -1340,7 +1346,7 @@ int refused_wait() {
   auto* const fail =
       reinterpret_cast<int (*)(const char*, std::uint64_t, int)>(::dlsym(fake, "fake_cuda_fail"));
   CHECK(fail != nullptr);
-  const CuStream busy = new_stream(), other = new_stream();
+  const CuStream busy = new_stream();
   CuDevicePtr freed = 0, next = 0;
   CHECK_CU(driver.cuMemAlloc_v2(&freed, kMiB));
   std::atomic<bool> is_open{false};
@@ -1349,14 +1355,7 @@ int refused_wait() {
   fail("cuCtxSynchronize", 1, static_cast<int>(CuResult::kStreamCaptureUnsupported));
   CHECK_CU(driver.cuMemFree_v2(freed));
   CHECK_CU(driver.cuMemAlloc_v2(&next, kMiB));
-  CHECK_CU(driver.cuMemsetD8Async(next, 1, kMiB, other));
-  CHECK_CU(driver.cuStreamSynchronize(other));
-  is_open = true;
-  CHECK_CU(driver.cuCtxSynchronize());
-  unsigned char byte = 0;
-  CHECK_CU(driver.cuMemcpyDtoH_v2(&byte, next + kMiB / 2, 1));
-  std::printf("byte %d\n", byte);
-  return tell_free("afterwards");
+  return tell_next(next, &is_open);
 }
 
 // One thread frees while another one captures its own stream again and again.
