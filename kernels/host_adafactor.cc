@@ -273,7 +273,7 @@ void keep_factors(const KeepFactorsArguments& a, const BlockRunner&) {
 }
 
 void factored_update(const FactoredUpdateArguments& a, const BlockRunner& runner) {
-  const std::uint64_t seed = definitions::master_seed(a.half.key, a.step_number), first = a.run.first;
+  const std::uint64_t seed = definitions::step_seed(a.half.key, a.step_number), first = a.run.first;
   runner.run(a.run.count, kElementBlock, [&](std::size_t begin, std::size_t end) {
     for_each_update(a.run, a.factors, a.row_means, first + begin, first + end,
                     [&](std::uint64_t at, std::size_t count, const float* u) {

@@ -46,7 +46,7 @@ const FactoredKernels& scalar_factored_kernels() noexcept;
 // The loops for this processor.
 const FactoredKernels& simd_factored_kernels();
 
-// Moves `count` masters, at most kChunkCount, from element `at` on by u. `seed`: master_seed() of the half
+// Moves `count` masters, at most kChunkCount, from element `at` on by u. `seed`: step_seed() of the half
 // masters and the step.
 void move_masters(const MasterMove& move, std::uint64_t seed, std::uint64_t at, std::size_t count,
                   const float* u);

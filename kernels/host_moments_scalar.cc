@@ -23,9 +23,9 @@ void store_bfloat16(const float* m, const float* v, std::size_t begin, std::size
   auto* kept_v = static_cast<std::uint16_t*>(moments.v);
   for (std::size_t i = begin; i < end; ++i) {
     const float new_m = canonical(m[i - begin]), new_v = canonical(v[i - begin]);
-    const std::uint32_t random = dither_bits(rounding.seed, new_m, new_v);
-    kept_m[i] = moment_to_bfloat16(new_m, rounding.dithered, random >> 16);
-    kept_v[i] = moment_to_bfloat16(new_v, rounding.dithered, random & 0xFFFFu);
+    const DitherBits random = dither_bits(rounding.seed, new_m, new_v, kBfloat16Shift);
+    kept_m[i] = moment_to_bfloat16(new_m, rounding.dithered, random.m);
+    kept_v[i] = moment_to_bfloat16(new_v, rounding.dithered, random.v);
   }
 }
 
@@ -55,10 +55,10 @@ void store_block8(const float* m, const float* v, std::size_t begin, std::size_t
     moments.v_exponents[start / kMomentBlockCount] = static_cast<std::uint8_t>(v_exponent);
     for (std::size_t i = start; i < stop; ++i) {
       const float new_m = canonical(m[i - begin]), new_v = canonical(v[i - begin]);
-      const std::uint32_t random = dither_bits(rounding.seed, new_m, new_v);
+      const DitherBits random = dither_bits(rounding.seed, new_m, new_v, kMomentShift);
       const bool m_nan = m_exponent == kMomentExponentNan, v_nan = v_exponent == kMomentExponentNan;
-      m_codes[i] = m_nan ? 0 : m_to_code(new_m, m_exponent, rounding.dithered, random >> 12);
-      v_codes[i] = v_nan ? 0 : v_to_code(new_v, v_exponent, rounding.dithered, random & 0xFFFFFu);
+      m_codes[i] = m_nan ? 0 : m_to_code(new_m, m_exponent, rounding.dithered, random.m);
+      v_codes[i] = v_nan ? 0 : v_to_code(new_v, v_exponent, rounding.dithered, random.v);
     }
   }
 }
@@ -112,7 +112,7 @@ void update_in_blocks(const HostAdamArguments& a, std::size_t begin, std::size_t
                       const MomentKernels& moments, const RangeKernels& kernels) {
   const bool is_narrow = a.moments.format != MomentFormat::kFloat32;
   const bool has_v = has_second_moment(a.update.optimizer);
-  const std::uint64_t seed = master_seed(a.half.key, a.step);
+  const std::uint64_t seed = step_seed(a.half.key, a.step);
   alignas(64) float p[kMomentBlockCount], m[kMomentBlockCount], v[kMomentBlockCount];
   std::uint16_t no_v[kMomentBlockCount + 1] = {};
   for (std::size_t start = begin; start < end; start += kMomentBlockCount) {

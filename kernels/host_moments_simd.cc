@@ -102,31 +102,31 @@ HWY_INLINE FloatVector smaller_magnitude(FloatVector a, FloatVector b) {
 #endif
 }
 
-// dither_bits() before its last step: the random bits are h ^ shifted, with shifted = h >> 16.
-struct DitherHash {
-  BitVector h, shifted;
+// definitions::DitherBits of a vector.
+struct DitherVectors {
+  BitVector m, v;
 };
 
-// Gives them, or the lower bits that v takes, for one step.
+// dither_bits() for one step.
+template <std::uint32_t shift>
 class Dither {
  public:
-  HWY_INLINE Dither(std::uint32_t seed, std::uint32_t mask_of_v)
+  explicit HWY_INLINE Dither(std::uint32_t seed)
       : seed_(hidden(set_bits(seed))),
-        factor1_(hidden(set_bits(definitions::kDitherFactor1))),
-        factor2_(hidden(set_bits(definitions::kDitherFactor2))),
-        mask_of_v_(hidden(set_bits(mask_of_v))) {}
-  HWY_INLINE DitherHash operator()(BitVector m, BitVector v) const {
-    auto h = hn::Mul(hn::Xor(m, seed_), factor1_);
-    h = hn::Mul(hn::Xor3(h, hn::ShiftRight<15>(h), v), factor2_);
-    return {h, hn::ShiftRight<16>(h)};
-  }
-  HWY_INLINE BitVector of_v(const DitherHash& hash) const {
-    return xor_and(hash.h, hash.shifted, mask_of_v_);
+        factor_(hidden(set_bits(definitions::kDitherFactor))),
+        mask_(hidden(set_bits((1u << shift) - 1u))) {}
+  HWY_INLINE DitherVectors operator()(BitVector m, BitVector v) const {
+    const auto h = hn::Mul(hn::Xor3(m, v, seed_), factor_);
+    const auto upper = hn::ShiftRight<32 - static_cast<int>(shift)>(h);
+    return {upper, xor_and(h, upper, mask_)};
   }
 
  private:
-  BitVector seed_, factor1_, factor2_, mask_of_v_;
+  BitVector seed_, factor_, mask_;
 };
+
+using HalfDither = Dither<definitions::kBfloat16Shift>;
+using CodeDither = Dither<definitions::kMomentShift>;
 
 // A turn of a loop: whole lines of the caches in every type, each of which is fetched once.
 constexpr std::size_t kTurnCount = 64;
@@ -401,11 +401,11 @@ void load_bfloat16(const Moments& moments, std::size_t begin, std::size_t end, f
 // Adds random bits to m and v, which round their upper halves. Both are canonical, and the canonical NaN's
 // upper half does not change: its lower half is zero, so nothing carries.
 template <bool dithered>
-HWY_INLINE void round_halves(const Dither& dither, BitVector& m, BitVector& v) {
+HWY_INLINE void round_halves(const HalfDither& dither, BitVector& m, BitVector& v) {
   if constexpr (dithered) {
-    const auto hash = dither(m, v);
-    m = hn::Add(m, hash.shifted);
-    v = hn::Add(v, dither.of_v(hash));
+    const auto random = dither(m, v);
+    m = hn::Add(m, random.m);
+    v = hn::Add(v, random.v);
   }
 }
 
@@ -422,7 +422,7 @@ void store_bfloat16(const float* m, const float* v, std::size_t begin, std::size
   auto* kept_m = static_cast<std::uint16_t*>(moments.m);
   auto* kept_v = static_cast<std::uint16_t*>(moments.v);
   const Words words;
-  const Dither dither(rounding.seed, 0xFFFF);
+  const HalfDither dither(rounding.seed);
   for (std::size_t i = begin; i < end; i += hn::Lanes(d)) {
     auto new_m = bits_of(canonical_vector(hn::LoadU(d, m + (i - begin))));
     auto new_v = bits_of(canonical_vector(hn::LoadU(d, v + (i - begin))));
@@ -466,7 +466,7 @@ struct KeptBfloat16 {
   KeptBfloat16(const Moments& moments, Rounding rounding)
       : m(static_cast<std::uint16_t*>(moments.m)),
         v(static_cast<std::uint16_t*>(moments.v)),
-        dither(rounding.seed, 0xFFFF) {}
+        dither(rounding.seed) {}
   HWY_INLINE void load(const Words& words, std::size_t i, FloatVector (&old_m)[kGroupVectors],
                        FloatVector (&old_v)[kGroupVectors]) const {
     load_group<DataType::kBfloat16>(words, m + i, old_m);
@@ -485,7 +485,7 @@ struct KeptBfloat16 {
     }
   }
   std::uint16_t *m, *v;
-  Dither dither;
+  HalfDither dither;
   BitVector new_m[kGroupVectors], new_v[kGroupVectors];
 };
 
@@ -735,7 +735,7 @@ template <bool dithered>
 class BlockEncoder {
  public:
   HWY_INLINE BlockEncoder(const NewBlock& block, const Moments& moments, std::size_t start,
-                          const Dither& dither)
+                          const CodeDither& dither)
       : m_codes_(static_cast<std::uint8_t*>(moments.m) + start),
         v_codes_(static_cast<std::uint8_t*>(moments.v) + start),
         m_exponent_(exponent_of(block.range.greatest_m)),
@@ -755,9 +755,9 @@ class BlockEncoder {
     kept_m = bits_of(m), kept_v = bits_of(v);
     if (HWY_UNLIKELY(has_small_m_)) kept_m = digits_of(m);
     if constexpr (dithered) {
-      const auto hash = dither_(bits_of(m), bits_of(v));
-      kept_m = hn::Add(kept_m, hn::ShiftRight<12>(hn::Xor(hash.h, hash.shifted)));
-      kept_v = hn::Add(kept_v, dither_.of_v(hash));
+      const auto random = dither_(bits_of(m), bits_of(v));
+      kept_m = hn::Add(kept_m, random.m);
+      kept_v = hn::Add(kept_v, random.v);
     } else {
       kept_m = round_upper<kShift>(BitTag(), kept_m);
       kept_v = round_upper<kShift>(BitTag(), kept_v);
@@ -808,7 +808,7 @@ class BlockEncoder {
   std::uint8_t *m_codes_, *v_codes_;
   std::uint32_t m_exponent_, v_exponent_;
   bool has_small_m_, has_small_v_;
-  Dither dither_;
+  CodeDither dither_;
   BitVector v_least_;
   FloatVector half_least_normal_;
   ByteVector m_base_, v_base_;
@@ -819,7 +819,7 @@ void store_block8(const float* m, const float* v, std::size_t begin, std::size_t
                   Rounding rounding) {
   const FloatTag d;
   const Words words;
-  const Dither dither(rounding.seed, 0xFFFFF);
+  const CodeDither dither(rounding.seed);
   NewBlock block;
   for (std::size_t start = begin; start < end; start += kMomentBlockCount) {
     for (std::size_t i = 0; i < kMomentBlockCount; i += hn::Lanes(d)) {
@@ -845,10 +845,10 @@ void store_block8(const float* m, const float* v, std::size_t begin, std::size_t
 // The constants of an update, made once.
 struct BlockConstants {
   BlockConstants(const AdamWArguments& a, Rounding rounding)
-      : update(constants_of(a)), dither(rounding.seed, 0xFFFFF) {}
+      : update(constants_of(a)), dither(rounding.seed) {}
   AdamWVectors update;
   Words words;
-  Dither dither;
+  CodeDither dither;
 };
 
 // A block is updated in two loops, because its exponents come from all of its m and v. The root occupies the

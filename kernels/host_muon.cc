@@ -177,7 +177,7 @@ void orthogonalise(const OrthogonaliseArguments& arguments, const BlockRunner& r
 }
 
 void muon_update(const MuonUpdateArguments& a, const BlockRunner& runner) {
-  const std::uint64_t seed = definitions::master_seed(a.half.key, a.step_number);
+  const std::uint64_t seed = definitions::step_seed(a.half.key, a.step_number);
   runner.run(a.count, kElementBlock, [&](std::size_t begin, std::size_t end) {
     Values g;
     for_each_chunk(begin, end, [&](std::uint64_t at, std::size_t count) {

@@ -7,20 +7,35 @@
 
 namespace forebay::definitions {
 
-// The start value of the hash of kDithered.
-FOREBAY_DEVICE inline std::uint32_t dither_seed(std::uint64_t step) noexcept {
-  return static_cast<std::uint32_t>((step + 1) * 0x9E3779B97F4A7C15u >> 32);
+// The seed of all elements with this key in this step.
+FOREBAY_DEVICE inline std::uint64_t step_seed(std::uint64_t key, std::uint64_t step) noexcept {
+  std::uint64_t z = key + (step + 1) * 0x9E3779B97F4A7C15u;
+  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+  z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+  return z ^ (z >> 31);
 }
 
-inline constexpr std::uint32_t kDitherFactor1 = 0x9E3779B1u;
-inline constexpr std::uint32_t kDitherFactor2 = 0x85EBCA77u;
+// The seed of dither_bits(). A plain multiple of the step in its place gave single elements means over many
+// steps that were further off than random bits give.
+FOREBAY_DEVICE inline std::uint32_t dither_seed(std::uint64_t step) noexcept {
+  return static_cast<std::uint32_t>(step_seed(0, step) >> 32);
+}
 
-// 32 bits of which m takes the upper and v the lower ones. Both arguments are canonical().
-FOREBAY_DEVICE inline std::uint32_t dither_bits(std::uint32_t seed, float m, float v) noexcept {
-  std::uint32_t h = (float_bits(m) ^ seed) * kDitherFactor1;
-  h ^= h >> 15;
-  h = (h ^ float_bits(v)) * kDitherFactor2;
-  return h ^ (h >> 16);
+// An odd factor whose products are as good as random bits in HostAdam.DitherIsUnbiasedAndIndependent.
+inline constexpr std::uint32_t kDitherFactor = 0xD35A2D97u;
+
+// The random bits that m and v drop theirs with. `shift` is how many each takes.
+struct DitherBits {
+  std::uint32_t m, v;
+};
+
+// Both values are canonical(). The upper bits of the product depend on all bits of its factors and the lower
+// ones on few, so v, which takes the lower ones, mixes them with those of m.
+FOREBAY_DEVICE inline DitherBits dither_bits(std::uint32_t seed, float m, float v,
+                                             std::uint32_t shift) noexcept {
+  const std::uint32_t h = (float_bits(m) ^ float_bits(v) ^ seed) * kDitherFactor;
+  const std::uint32_t upper = h >> (32u - shift);
+  return {upper, (h ^ upper) & ((1u << shift) - 1u)};
 }
 
 // Drops the lower `shift` bits. `random` has that many; without dither half of the last place is added, less
@@ -33,11 +48,13 @@ FOREBAY_DEVICE inline std::uint32_t drop_bits(std::uint32_t bits, std::uint32_t 
 
 // --- bf16 ---
 
+inline constexpr std::uint32_t kBfloat16Shift = 16;
+
 // An infinity stays one: its lower bits are zero, so nothing carries.
 FOREBAY_DEVICE inline std::uint16_t moment_to_bfloat16(float value, bool dithered,
                                                        std::uint32_t random) noexcept {
   if (!(value == value)) return kCanonicalNanBfloat16;
-  return static_cast<std::uint16_t>(drop_bits(float_bits(value), 16, dithered, random));
+  return static_cast<std::uint16_t>(drop_bits(float_bits(value), kBfloat16Shift, dithered, random));
 }
 
 // --- block8 ---
@@ -104,20 +121,15 @@ FOREBAY_DEVICE inline float v_from_code(std::uint8_t code, std::uint32_t exponen
 
 // --- a master in bf16 ---
 
-// The seed of all elements with this key in this step.
-FOREBAY_DEVICE inline std::uint64_t master_seed(std::uint64_t key, std::uint64_t step) noexcept {
-  std::uint64_t z = key + (step + 1) * 0x9E3779B97F4A7C15u;
-  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
-  z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
-  return z ^ (z >> 31);
-}
+inline constexpr std::uint32_t kMasterFactor1 = 0x9E3779B1u;
+inline constexpr std::uint32_t kMasterFactor2 = 0x85EBCA77u;
 
 // 16 random bits of an element.
 FOREBAY_DEVICE inline std::uint32_t master_bits(std::uint64_t seed, std::uint64_t element) noexcept {
-  std::uint32_t h = (static_cast<std::uint32_t>(element) ^ static_cast<std::uint32_t>(seed)) * kDitherFactor1;
+  std::uint32_t h = (static_cast<std::uint32_t>(element) ^ static_cast<std::uint32_t>(seed)) * kMasterFactor1;
   h ^= h >> 15;
   h = (h ^ static_cast<std::uint32_t>(element >> 32) ^ static_cast<std::uint32_t>(seed >> 32)) *
-      kDitherFactor2;
+      kMasterFactor2;
   h ^= h >> 13;
   return h * 0xC2B2AE35u >> 16;
 }

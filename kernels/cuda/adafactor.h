@@ -383,7 +383,7 @@ struct FactoredUpdate {
   static FOREBAY_KERNEL void run(const Context& c, const Launch& launch, Shared&) {
     FactoredUpdateArguments a = launch.arguments.part;
     if (!definitions::decided(launch.arguments.state, a)) return;
-    const std::uint64_t seed = definitions::master_seed(a.half.key, a.step_number);
+    const std::uint64_t seed = definitions::step_seed(a.half.key, a.step_number);
     const Masters masters = {a.master, a.half, a.average, a.average_weight, a.parameter, a.parameter_type};
     for (std::size_t start = c.block() * kRunTile; start < a.run.count; start += c.grid_size() * kRunTile) {
       const Place place = place_in_tile(c, start, a.run.count, launch.aligned);

@@ -230,15 +230,14 @@ struct KeptUpdate {
       store_raw<DataType::kFloat32>(kept.m, place, [&](int i) { return m[i]; });
       if (has_v) store_raw<DataType::kFloat32>(kept.v, place, [&](int i) { return v[i]; });
     } else if constexpr (format == MomentFormat::kBfloat16) {
-      store_raw<DataType::kBfloat16>(kept.m, place, [&](int i) {
-        return definitions::moment_to_bfloat16(m[i], dithered,
-                                               definitions::dither_bits(seed, m[i], v[i]) >> 16);
-      });
+      const auto random = [&](int i) {
+        return definitions::dither_bits(seed, m[i], v[i], definitions::kBfloat16Shift);
+      };
+      store_raw<DataType::kBfloat16>(
+          kept.m, place, [&](int i) { return definitions::moment_to_bfloat16(m[i], dithered, random(i).m); });
       if (!has_v) return;
-      store_raw<DataType::kBfloat16>(kept.v, place, [&](int i) {
-        return definitions::moment_to_bfloat16(v[i], dithered,
-                                               definitions::dither_bits(seed, m[i], v[i]) & 0xFFFFu);
-      });
+      store_raw<DataType::kBfloat16>(
+          kept.v, place, [&](int i) { return definitions::moment_to_bfloat16(v[i], dithered, random(i).v); });
     } else {
       std::uint32_t m_greatest = 0, v_greatest = 0;
       FOREBAY_UNROLL
@@ -263,14 +262,14 @@ struct KeptUpdate {
       Packed<kRun> m_codes = {}, v_codes = {};
       FOREBAY_UNROLL
       for (int i = 0; i < kRun; ++i) {
-        const std::uint32_t random = definitions::dither_bits(seed, m[i], v[i]);
+        const definitions::DitherBits random =
+            definitions::dither_bits(seed, m[i], v[i], definitions::kMomentShift);
         const std::uint32_t m_code = m_exponent == definitions::kMomentExponentNan
                                          ? 0u
-                                         : definitions::m_to_code(m[i], m_exponent, dithered, random >> 12);
-        const std::uint32_t v_code =
-            v_exponent == definitions::kMomentExponentNan
-                ? 0u
-                : definitions::v_to_code(v[i], v_exponent, dithered, random & 0xFFFFFu);
+                                         : definitions::m_to_code(m[i], m_exponent, dithered, random.m);
+        const std::uint32_t v_code = v_exponent == definitions::kMomentExponentNan
+                                         ? 0u
+                                         : definitions::v_to_code(v[i], v_exponent, dithered, random.v);
         m_codes.words[i / 4] |= m_code << (8 * (i % 4));
         v_codes.words[i / 4] |= v_code << (8 * (i % 4));
       }
@@ -296,7 +295,7 @@ struct KeptUpdate {
     const bool dithered = kept.rounding == MomentRounding::kDithered;
     const bool has_v = has_second_moment(a.optimizer);
     const std::uint32_t seed = definitions::dither_seed(step);
-    const std::uint64_t master_seed = definitions::master_seed(kept.half.key, step);
+    const std::uint64_t master_seed = definitions::step_seed(kept.half.key, step);
     const Masters masters = {a.master,    kept.half,       kept.average, kept.average_weight,
                              a.parameter, a.parameter_type};
     for (std::size_t start = c.block() * kRunTile; start < a.count; start += c.grid_size() * kRunTile) {

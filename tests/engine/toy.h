@@ -443,15 +443,15 @@ inline void keep_moments(MomentFormat format, std::uint64_t t, std::vector<float
     const std::uint32_t m_exponent = definitions::moment_exponent(float_bits(most_m));
     const std::uint32_t v_exponent = definitions::moment_exponent(float_bits(most_v));
     for (std::size_t i = start; i < end; ++i) {
-      const std::uint32_t random = definitions::dither_bits(seed, m[i], v[i]);
+      const definitions::DitherBits random = definitions::dither_bits(
+          seed, m[i], v[i],
+          format == MomentFormat::kBfloat16 ? definitions::kBfloat16Shift : definitions::kMomentShift);
       if (format == MomentFormat::kBfloat16) {
-        m[i] = bfloat16_to_float(definitions::moment_to_bfloat16(m[i], true, random >> 16));
-        v[i] = bfloat16_to_float(definitions::moment_to_bfloat16(v[i], true, random & 0xFFFFu));
+        m[i] = bfloat16_to_float(definitions::moment_to_bfloat16(m[i], true, random.m));
+        v[i] = bfloat16_to_float(definitions::moment_to_bfloat16(v[i], true, random.v));
       } else {
-        m[i] = definitions::m_from_code(definitions::m_to_code(m[i], m_exponent, true, random >> 12),
-                                        m_exponent);
-        v[i] = definitions::v_from_code(definitions::v_to_code(v[i], v_exponent, true, random & 0xFFFFFu),
-                                        v_exponent);
+        m[i] = definitions::m_from_code(definitions::m_to_code(m[i], m_exponent, true, random.m), m_exponent);
+        v[i] = definitions::v_from_code(definitions::v_to_code(v[i], v_exponent, true, random.v), v_exponent);
       }
     }
   }
@@ -877,7 +877,7 @@ inline ToyResult reference_toy(const ToyOptions& options) {
       }
       const std::string name = "p" + std::to_string(q);
       const std::uint64_t seed =
-          definitions::master_seed(rounding_key(name), static_cast<std::uint64_t>(applied));
+          definitions::step_seed(rounding_key(name), static_cast<std::uint64_t>(applied));
       for (std::uint64_t i = 0; i < p.shape.count; ++i) {
         p.master[i] = bfloat16_to_float(definitions::master_to_bfloat16(p.master[i], true, seed, i));
       }

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Holds forebay-gpt to the results it had when they were recorded: 40 small trainings, and the demo of ./dev.
+"""Holds forebay-gpt to the results it had when they were recorded: small trainings, and the demo of ./dev.
 
-  golden.py check --program build/release/bin/forebay-gpt    runs the 40 and compares them with digests.json
-  golden.py record --program build/release/bin/forebay-gpt   runs the 40 and writes digests.json
-  golden.py list                                             prints the 40 with their options
-With --demo, check and record run the trainings of ./dev demo, with both --matmul, instead of the 40: about 5 minutes.
+  golden.py check --program build/release/bin/forebay-gpt    runs them and compares them with digests.json
+  golden.py record --program build/release/bin/forebay-gpt   runs them and writes digests.json
+  golden.py list                                             prints them with their options
+With --demo, check and record run the trainings of ./dev demo, with both --matmul, instead: about 5 minutes.
 
 For each training it compares the digest of the fp32 weights, all losses and gradient norms to the last bit, the planned
 bytes of every pool, the planned and the counted bytes on every wire, and the contents of the files it leaves. A change
@@ -13,7 +13,7 @@ that is meant to change none of these must pass; a change that is meant to must 
 Exit codes: 0 all is as recorded, 1 something differs or a program failed, 2 a mistake on the command line, 77 skipped:
 results differ a little and this machine's arithmetic is not the recorder's, so nothing is known.
 
-Differences between machines: the 40 use --matmul plain, whose products have the same bits everywhere. log, cos
+Differences between machines: the small ones use --matmul plain, whose products have the same bits everywhere. log, cos
 and pow are the C library's (initial weights, loss, AdamW's bias correction), and its variants for other processors
 round the last bit of a double otherwise. Weights are fp32 and hardly ever show it; a loss is a double and may. So a
 table of these functions is recorded, too. The demo's products are oneDNN's, whose bits depend on its version and on the
@@ -36,14 +36,14 @@ import time
 
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-TEXT = ROOT / "LICENSE"  # The text that the 40 train on.
+TEXT = ROOT / "LICENSE"  # The text that they train on.
 RECORDED = HERE / "digests.json"
 # Limit for one training: far above its time, even on a busy machine.
 DEADLINE_SECONDS = 300
 DEMO_DEADLINE_SECONDS = 1800
 SKIPPED = 77
 
-# Options of all 40; an option of a setting replaces the one here.
+# Options of all; an option of a setting replaces the one here.
 BASE = (
     "--layers 2 --hidden 48 --heads 4 --sequence 24 --batch 2 --steps 4 --lr 0.01 --clip 0.5 --seed 7"
     " --ranks 1 --communicator local --threads 1 --matmul plain"
@@ -95,6 +95,18 @@ SETTINGS = [
         " --offload-staging 8MiB",
     ),
     ("chosen-by-measurement", "--ranks 2 --stage 2 --bucket auto --offload optimizer --offload-fraction auto"),
+    # Optimizers, and states in fewer bytes.
+    ("moments-bf16", "--ranks 3 --stage 2 --dtype bf16 --moments bf16"),
+    (
+        "moments-block8-files",
+        "--ranks 4 --stage 3 --moments block8 --offload optimizer --offload-tier nvme:{dir}",
+    ),
+    ("no-master-weights", "--ranks 3 --stage 1 --dtype bf16 --no-master-weights --moments block8 --ema 0.9"),
+    ("adam", "--ranks 3 --stage 2 --optimizer adam --weight-decay 0.1"),
+    ("sgd", "--ranks 3 --stage 3 --optimizer sgd --lr 0.1"),
+    ("lion", "--ranks 4 --stage 1 --dtype bf16 --optimizer lion --lr 0.0003 --moments bf16"),
+    ("adafactor", "--ranks 3 --stage 3 --dtype bf16 --optimizer adafactor"),
+    ("muon", "--ranks 3 --stage 2 --optimizer muon"),
     # Recomputation and dropout.
     ("recompute-block", "--ranks 2 --stage 2 --dtype bf16 --recompute block --dropout 0.1"),
     ("recompute-some", "--ranks 3 --stage 3 --layers 4 --recompute every:2 --dropout 0.1"),
@@ -358,7 +370,7 @@ def skip(reason):
     return SKIPPED
 
 
-# ---- the 40 ----
+# ---- the small trainings ----
 
 
 def run_settings(program, settings, judge):
@@ -537,7 +549,7 @@ def parse_arguments():
     parser.add_argument("command", choices=["check", "record", "list"])
     parser.add_argument("--program", help="forebay-gpt, as built")
     parser.add_argument("--only", metavar="NAME", action="append", help="check: this setting only; may be given again")
-    parser.add_argument("--demo", action="store_true", help="the demo instead of the 40 settings")
+    parser.add_argument("--demo", action="store_true", help="the demo instead of the small trainings")
     arguments = parser.parse_args()
     if arguments.command == "list":
         return arguments

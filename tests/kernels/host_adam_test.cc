@@ -563,6 +563,47 @@ TEST_F(HostAdam, DitheringIsUnbiased) {
   }
 }
 
+// The random bits have no part in common with what they round, with each other, or with the step before: each
+// mean below is one of numbers without bias, and this is how many standard deviations it lies from 0.
+TEST_F(HostAdam, DitherIsUnbiasedAndIndependent) {
+  using namespace definitions;
+  constexpr int kCount = 1 << 20;
+  for (const std::uint32_t shift : {kBfloat16Shift, kMomentShift}) {
+    const double unit = std::ldexp(1.0, static_cast<int>(shift));
+    const auto error = [&](float value, std::uint32_t random) {
+      const std::uint32_t dropped = float_bits(value) & ((1u << shift) - 1u);
+      return (dropped + random < (1u << shift) ? 0.0 : 1.0) - dropped / unit;
+    };
+    for (const bool is_constant_m : {false, true}) {
+      std::mt19937 random(1);
+      std::normal_distribution<float> normal;
+      std::vector<double> of_m, of_v, of_both, of_steps, of_value;
+      for (int i = 0; i < kCount; ++i) {
+        const float m = is_constant_m ? 0.0f : 0.01f * normal(random), root = normal(random);
+        const float v = 0.001f * root * root;
+        const DitherBits first = dither_bits(dither_seed(7), m, v, shift);
+        const DitherBits second = dither_bits(dither_seed(8), m, v, shift);
+        const double m_error = error(m, first.m), v_error = error(v, first.v);
+        of_m.push_back(m_error);
+        of_v.push_back(v_error);
+        of_both.push_back((first.m / unit - 0.5) * (first.v / unit - 0.5));
+        of_steps.push_back(v_error * error(v, second.v));
+        of_value.push_back((first.v / unit - 0.5) * ((float_bits(v) & ((1u << shift) - 1u)) / unit - 0.5));
+      }
+      const auto deviations = [](const std::vector<double>& values) {
+        double sum = 0.0, squares = 0.0;
+        for (const double x : values) sum += x, squares += x * x;
+        return squares == 0.0 ? 0.0 : std::fabs(sum) / std::sqrt(squares);
+      };
+      EXPECT_LT(deviations(of_m), 4.0) << shift;
+      EXPECT_LT(deviations(of_v), 4.0) << shift;
+      EXPECT_LT(deviations(of_both), 4.0) << shift;
+      EXPECT_LT(deviations(of_steps), 4.0) << shift;
+      EXPECT_LT(deviations(of_value), 4.0) << shift;
+    }
+  }
+}
+
 // v of a constant gradient of 1 after `steps`, which fp32 takes to 1 - beta2^steps.
 double mean_v_of_constant_gradient(MomentFormat format, MomentRounding rounding, double beta2, int steps) {
   const BlockRunner runner(1);

@@ -1067,7 +1067,7 @@ TEST_P(KernelsConformance, AdafactorsUpdatesHaveTheBitsOfPlainLoops) {
         float p = std::fma(step, updates[i], std::fma(-1e-3f, masters[i], masters[i]));
         if (is_half) {
           const std::uint16_t rounded = definitions::master_to_bfloat16(
-              p, true, definitions::master_seed(a.half.key, t), a.half.first + i);
+              p, true, definitions::step_seed(a.half.key, t), a.half.first + i);
           master.set(i, rounded);
           p = bfloat16_to_float(rounded);
         } else {
