@@ -556,13 +556,19 @@ unsigned ChunkedArena::find_stream(Stream stream) const {
   return kNoStream;
 }
 
-// The stream's index, made if there is none. kNoStream if blocks or free ranges still refer to all
+// Whether a thread or a capture needs the place of this stream, though no memory may refer to it.
+bool ChunkedArena::is_in_use(unsigned index) const {
+  return streams_[index].claimed || streams_[index].capture_region != 0 ||
+         held_streams_[index].load(std::memory_order_acquire) != 0;
+}
+
+// The stream's index, made if there is none. kNoStream if blocks, free ranges or requests still refer to all
 // kStreamLimit streams.
 unsigned ChunkedArena::add_stream(Stream stream) {
   if (const unsigned index = find_stream(stream); index != kNoStream) return index;
   unsigned index = stream_count_;
   for (unsigned i = 0; i < stream_count_; ++i) {
-    if (!streams_[i].known && !streams_[i].claimed) index = i;
+    if (!streams_[i].known && !is_in_use(i)) index = i;
   }
   if (index == kStreamLimit) {
     std::uint64_t referred = 0;
@@ -572,8 +578,7 @@ unsigned ChunkedArena::add_stream(Stream stream) {
       if (is_block(range) && range->stream < kStreamLimit) referred |= std::uint64_t{1} << range->stream;
     }
     for (unsigned i = 0; i < kStreamLimit; ++i) {
-      const bool idle = !streams_[i].claimed && streams_[i].capture_region == 0;
-      if ((referred >> i & 1) == 0 && idle) index = i;
+      if ((referred >> i & 1) == 0 && !is_in_use(i)) index = i;
     }
     if (index == kStreamLimit) return kNoStream;
   }
@@ -806,7 +811,9 @@ Result<DevicePtr> ChunkedArena::allocate(const AllocationRequest& request) {
     return over_tag_limit("allocate", placement.bytes, request.tag);
   }
   if (!choose_region(request, &placement)) return paused(placement.bytes, request.tag);
+  StreamHold hold(held_streams_);
   if (placement.fixed) {
+    hold.take(placement.stream);
     lock.unlock();
     return allocate_slowly(placement, 0);
   }
@@ -831,6 +838,7 @@ Result<DevicePtr> ChunkedArena::allocate(const AllocationRequest& request) {
       return make_block(range, placement.known, placement, key);
     }
     if (missing_count != 0) {
+      hold.take(placement.stream);
       if (reserve_ranges(lock, missing_count)) continue;
       return no_books();
     }
@@ -845,6 +853,7 @@ Result<DevicePtr> ChunkedArena::allocate(const AllocationRequest& request) {
     if (wanting && !settled && unsettled_free_count_ > 0) {
       // A better range may wait for an event that has completed by now.
       settled = true;
+      hold.take(placement.stream);
       lock.unlock();
       settle();
       lock.lock();
@@ -856,6 +865,7 @@ Result<DevicePtr> ChunkedArena::allocate(const AllocationRequest& request) {
     take_free(range);
     return make_block(range, align_up(range->offset, placement.alignment), placement, key);
   }
+  hold.take(placement.stream);
   lock.unlock();
   return allocate_slowly(placement, key);
 }

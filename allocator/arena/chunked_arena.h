@@ -105,6 +105,32 @@ struct StreamState {
   ArenaStatistics account;
 };
 
+// How many requests go on with a stream's index while they have given mutex_ up. Changed without it: one that
+// ends late only keeps the stream its place a moment longer.
+using HeldStreams = std::atomic<std::uint32_t>[kStreamLimit];
+
+// One of these requests. Without it another thread could give the place to another stream, whose memory the
+// request would take for its own.
+class StreamHold {
+ public:
+  explicit StreamHold(HeldStreams& held) : held_(held) {}
+  StreamHold(const StreamHold&) = delete;
+  StreamHold& operator=(const StreamHold&) = delete;
+  ~StreamHold() {
+    if (index_ != kNoStream) held_[index_].fetch_sub(1, std::memory_order_release);
+  }
+  // Before mutex_ is given up. mutex_ held. `index`: kNoStream for none.
+  void take(unsigned index) {
+    if (index_ != kNoStream || index == kNoStream) return;
+    index_ = index;
+    held_[index].fetch_add(1, std::memory_order_relaxed);
+  }
+
+ private:
+  HeldStreams& held_;
+  unsigned index_ = kNoStream;
+};
+
 struct TagState {
   char name[32] = {};
   std::size_t limit_bytes = 0;
@@ -318,6 +344,7 @@ class ChunkedArena final : public Arena {
   void discharge(Tag tag, unsigned stream, std::size_t bytes, std::size_t asked_bytes);
   void add_reserved(std::size_t bytes);
   unsigned find_stream(Stream stream) const;
+  bool is_in_use(unsigned index) const;
   unsigned add_stream(Stream stream);
   std::uint64_t unfinished(std::uint64_t waits, std::uint64_t epoch) const;
   void finish_pending();
@@ -640,6 +667,7 @@ class ChunkedArena final : public Arena {
   unsigned latest_stream_ = kNoStream;  // That of the latest request.
   unsigned unsettled_free_count_ = 0;
   StreamState streams_[kStreamLimit];
+  HeldStreams held_streams_ = {};
   unsigned tag_count_ = 1;
   TagState tags_[kTagLimit];
   PrivateRegion private_regions_[kRegionCount];

@@ -29,13 +29,16 @@ Result<Capture> ChunkedArena::capture_begin(Stream stream) {
   // When this returns, no thread may be changing mappings.
   std::lock_guard growth(growth_mutex_);
   Lock lock(mutex_);
-  const unsigned index = add_stream(stream);
+  unsigned index = kNoStream;
+  settled_.wait(lock, [&] {
+    index = add_stream(stream);
+    return index == kNoStream || !streams_[index].claimed;
+  });
   if (index == kNoStream) {
     return Status(StatusCode::kUnavailable, "cannot begin a capture: ", kStreamLimit,
                   " streams are in use; retire those that ended "
                   "(stream_retire)");
   }
-  settled_.wait(lock, [&] { return !streams_[index].claimed; });
   if (streams_[index].capture_region != 0) {
     return invalid_argument(
         "cannot begin a capture: the stream is being captured already; end that one first");

@@ -30,12 +30,20 @@ enum class KnownOutside : std::uint8_t {
   kPinned,  // Anything else, such as a network card.
 };
 
+// Which streams forebay_torch_record_stream named for a block.
+enum class OtherStreams : std::uint8_t {
+  kNone,
+  kRecorded,    // The arena knows them, but a block that is parked waits for one stream alone.
+  kUnrecorded,  // The arena has no place for one. A free of the block waits for the device.
+};
+
 struct BlockFacts {
   std::size_t bytes = 0;  // As requested.
   int device = -1;        // The device of its arena; -1: the driver serves it.
   std::uint64_t id = 0;   // Set by BlockBook::add(): no other block of the process has or had it.
   // Allocated in stream order. A plain free of such a block does not wait for the device.
   bool is_ordered = false;
+  OtherStreams other_streams = OtherStreams::kNone;
   // The capture in which forebay_torch_alloc allocated it, whose graph uses it. 0: none.
   std::uint64_t capture = 0;
   KnownOutside outside = KnownOutside::kNo;
@@ -64,6 +72,9 @@ class BlockBook {
 
   // Finds the block that contains the address.
   bool find(DevicePtr address, DevicePtr* begin, BlockFacts* facts) const;
+
+  // Adds to the streams that use the block which starts there.
+  void note_streams(DevicePtr address, OtherStreams streams);
 
   // Marks the arenas' blocks that have bytes in the range.
   void pin(DevicePtr begin, std::size_t bytes, KnownOutside outside);

@@ -116,6 +116,7 @@ enum { kNullStreamANY = 0, kNullStreamLEGACY = 1, kNullStreamTHREAD = 2 };
   X(cuMemPoolSetAttribute, cuMemPoolSetAttribute, 11020, ANY, (DriverPool pool, unsigned attribute, void* value), (pool, attribute, value)) \
   X(cuMemPoolTrimTo, cuMemPoolTrimTo, 11020, ANY, (DriverPool pool, size_t keep_bytes), (pool, keep_bytes)) \
   X(cuDeviceSetMemPool, cuDeviceSetMemPool, 11020, ANY, (DriverDevice device, DriverPool pool), (device, pool)) \
+  X(cuMemSetMemPool, cuMemSetMemPool, 13000, ANY, (void* location, unsigned type, DriverPool pool), (location, type, pool)) \
   /* attributes of addresses */ \
   X(cuPointerGetAttribute, cuPointerGetAttribute, 4000, ANY, (void* data, unsigned attribute, DriverAddress address), (data, attribute, address)) \
   X(cuPointerGetAttributes, cuPointerGetAttributes, 7000, ANY, (unsigned count, unsigned* attributes, void** data, DriverAddress address), (count, attributes, data, address)) \

@@ -102,6 +102,19 @@ void finish_waiting_frees() {
   }
 }
 
+DriverResult free_after_users(const ProcessArenas::Use& use, DevicePtr block, const BlockFacts& facts) {
+  const DriverContext user = current_context();
+  const DriverResult result = wait_for_users(use.context(), user);
+  if (is_captured_error(result)) {
+    waiting_frees().add({{block, facts, use.generation(), user}});
+    return kDriverSuccess;
+  }
+  finish_waiting_frees();
+  // The block is freed whatever became of the work.
+  give_back(use, block, facts, Stream());
+  return result;
+}
+
 // --- allocation ---
 
 namespace {
@@ -161,9 +174,11 @@ Result<DevicePtr> allocate_from(const ProcessArenas::Use& use, AllocationRequest
   // Freed memory that queued work may still use counts as taken, so waits for that work and tries again.
   end_idle_streams();
   { const std::lock_guard others(giving_back()); }
+  int polls = 0;
   made = allocate_again(use, *request, std::move(made), [&] {
     finish_waiting_frees();
-    return wait_for_device(use) == kDriverSuccess;
+    const DriverResult waited = wait_for_device(use);
+    return waited == kDriverSuccess || (is_captured_error(waited) && wait_a_moment(&polls));
   });
   if (made.status().code() != StatusCode::kOutOfMemory) return made;
   {
@@ -317,19 +332,9 @@ DriverResult mem_free(DriverAddress address) {
   leave_block(block, facts);
   const ProcessArenas::Use use = ProcessArenas::of_process().find(facts.device);
   if (!use) return kDriverSuccess;  // The arena is gone with the device's context.
-  DriverResult result = kDriverSuccess;
-  if (!facts.is_ordered) {
-    // A plain free reports errors of queued work; the block is freed all the same.
-    const DriverContext user = current_context();
-    result = wait_for_users(use.context(), user);
-    if (is_captured_error(result)) {
-      waiting_frees().add({{block, facts, use.generation(), user}});
-      return kDriverSuccess;
-    }
-    finish_waiting_frees();
-  }
+  if (!facts.is_ordered) return free_after_users(use, block, facts);
   give_back(use, block, facts, Stream());
-  return result;
+  return kDriverSuccess;
 }
 
 // Whether the stream belongs to the context of the device's arena.

@@ -96,6 +96,15 @@ DriverResult device_set_pool(DriverDevice device, DriverPool pool) {
   return result;
 }
 
+// The location may be a node of the host, so the devices are asked when their pool matters.
+DriverResult location_set_pool(void* location, unsigned type, DriverPool pool) {
+  const DriverResult result = preload_state().real.cuMemSetMemPool(location, type, pool);
+  if (result == kDriverSuccess) {
+    for (PoolUse& pool_use : pool_uses) pool_use.has_other.store(true, std::memory_order_relaxed);
+  }
+  return result;
+}
+
 }  // namespace
 
 void count_pool_use(int device, std::size_t bytes) {
@@ -133,6 +142,7 @@ void replace_pool_calls(HookedCalls* calls) {
   replace(&calls->cuMemPoolSetAttribute, pool_set_attribute);
   replace(&calls->cuMemPoolTrimTo, pool_trim_to);
   replace(&calls->cuDeviceSetMemPool, device_set_pool);
+  replace(&calls->cuMemSetMemPool, location_set_pool);
 }
 
 }  // namespace forebay

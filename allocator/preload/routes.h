@@ -10,6 +10,7 @@
 #include <list>
 #include <mutex>
 #include <new>
+#include <thread>
 #include <utility>
 
 #include "allocator/preload/process_arenas.h"
@@ -206,6 +207,10 @@ void forget_waiting_frees(int device);
 // device if there are any, so only calls that may wait make it.
 void finish_waiting_frees();
 
+// Frees an arena's block, which is out of the book, when no work of its context or the calling thread's uses
+// it. Returns an error of that work; during a capture it is put off.
+DriverResult free_after_users(const ProcessArenas::Use& use, DevicePtr block, const BlockFacts& facts);
+
 // The arena's stream behind which a block is free whose last use is queued on a stream of the arena's
 // context, numbered. Null: that work has run. Requires: the stream is not captured.
 Result<Stream> stream_behind(const ProcessArenas::Use& use, DriverStream stream);
@@ -219,6 +224,15 @@ void give_back_parked(const ProcessArenas::Use& use);
 // outside serves, whose size `request` then has.
 Result<DevicePtr> allocate_from(const ProcessArenas::Use& use, AllocationRequest* request,
                                 KnownOutside* outside);
+
+// During a capture nothing waits for the device. Events of idle streams complete soon all the same, though
+// not within the time of one request on a busy host. False after kCapturePolls calls with the same count.
+inline constexpr int kCapturePolls = 50;
+inline bool wait_a_moment(int* polls) {
+  if (++*polls > kCapturePolls) return false;
+  std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  return true;
+}
 
 // Repeats a request that was refused for lack of memory. Freed memory counts as taken until queued work is
 // done with it; an arena that runs out records events on the streams that freed. `wait`: waits for all work

@@ -9,6 +9,7 @@
 
 #include "allocator/preload/accounts.h"
 #include "allocator/preload/routes.h"
+#include "forebay/cuda_devices.h"
 #include "forebay/log.h"
 
 namespace forebay {
@@ -91,14 +92,60 @@ void keep_for_graph(const ProcessArenas::Use& use, DevicePtr address, const Bloc
   graph_blocks().add({{address, facts.bytes, use.device(), use.generation(), stream, capture}});
 }
 
-// Waits for all work queued on the current device.
-bool wait_for_current_device() {
-  static auto* const wait = driver_function<Driver_cuCtxSynchronize>("cuCtxSynchronize");
-  return wait != nullptr && wait() == kDriverSuccess;
-}
-
 bool is_preloaded() {
   return preload_state().record != nullptr;
+}
+
+// --- blocks whose free waits for the device, without the preload ---
+
+struct WaitingBlock {
+  DevicePtr address;
+  int device;
+  std::uint64_t generation;  // The arena's.
+};
+
+SharedList<WaitingBlock>& waiting_blocks() {
+  return SharedList<WaitingBlock>::of_process();
+}
+
+// Waits for all work queued on the device, and gives the arena the blocks that waited for it.
+bool wait_for_device_alone(const ProcessArenas::Use& use) {
+  static auto* const retain = driver_function<Driver_cuDevicePrimaryCtxRetain>("cuDevicePrimaryCtxRetain");
+  static auto* const release =
+      driver_function<Driver_cuDevicePrimaryCtxRelease_v2>("cuDevicePrimaryCtxRelease_v2");
+  static auto* const current = driver_function<Driver_cuCtxGetCurrent>("cuCtxGetCurrent");
+  static auto* const set = driver_function<Driver_cuCtxSetCurrent>("cuCtxSetCurrent");
+  static auto* const wait = driver_function<Driver_cuCtxSynchronize>("cuCtxSynchronize");
+  if (retain == nullptr || release == nullptr || current == nullptr || set == nullptr || wait == nullptr)
+    return false;
+  // Blocks that are freed from here on may have work that this wait does not cover.
+  auto blocks =
+      waiting_blocks().take([&](const WaitingBlock& block) { return block.device == use.device(); });
+  DriverContext context = nullptr, previous = nullptr;
+  bool waited = false;
+  if (retain(&context, use.device()) == kDriverSuccess) {
+    waited = current(&previous) == kDriverSuccess && set(context) == kDriverSuccess;
+    waited = waited && wait() == kDriverSuccess;
+    (void)set(previous);
+    (void)release(use.device());
+  }
+  if (!waited) {
+    waiting_blocks().add(std::move(blocks));
+    return false;
+  }
+  for (const WaitingBlock& block : blocks) {
+    if (block.generation == use.generation()) (void)use.arena().free(block.address, Stream());
+  }
+  return true;
+}
+
+void free_after_device(const ProcessArenas::Use& use, DevicePtr address, const BlockFacts& facts) {
+  if (is_preloaded()) {
+    (void)free_after_users(use, address, facts);  // The program hears of errors of its work elsewhere.
+    return;
+  }
+  waiting_blocks().add({{address, use.device(), use.generation()}});
+  (void)wait_for_device_alone(use);  // If it cannot, as beside a capture, a later call does.
 }
 
 ProcessArenas::Use arena_of(int device, Status* why) {
@@ -119,10 +166,13 @@ void complain(const Status& status) {
 }  // namespace
 }  // namespace forebay
 
-using namespace forebay;  // NOLINT: the functions below are its C interface.
+namespace forebay {
+namespace {
 
-extern "C" void* forebay_torch_alloc(ssize_t bytes, int device, void* stream) {
-  if (bytes <= 0 || !BlockBook::has_room()) return nullptr;
+// `for_any_stream`: for idle memory, which any stream may use at once, and a free that waits for the device,
+// as of the driver's plain allocations.
+void* allocate_for_torch(ssize_t bytes, int device, void* stream, bool for_any_stream) {
+  if (bytes <= 0 || cuda_lost_in_fork() || !BlockBook::has_room()) return nullptr;
   if (is_preloaded()) trim_if_asked();
   Status why;
   const ProcessArenas::Use use = arena_of(device, &why);
@@ -133,14 +183,17 @@ extern "C" void* forebay_torch_alloc(ssize_t bytes, int device, void* stream) {
   auto* const given = static_cast<DriverStream>(stream);
   const bool captured = is_captured(given);
   AllocationRequest request{.bytes = static_cast<std::size_t>(bytes)};
-  if (!captured) request.stream = stream_of(use, given);
+  if (!captured && !for_any_stream) request.stream = stream_of(use, given);
   KnownOutside outside = KnownOutside::kNo;
-  DevicePtr const again = captured ? take_graph_block(use, numbered(given, false), &request.bytes) : nullptr;
+  DevicePtr const again =
+      captured && !for_any_stream ? take_graph_block(use, numbered(given, false), &request.bytes) : nullptr;
+  int polls = 0;
   const Result<DevicePtr> block =
       again != nullptr ? Result<DevicePtr>(again)
       : is_preloaded() ? allocate_from(use, &request, &outside)
-                       : allocate_again(use, request, use.arena().allocate(request),
-                                        [&] { return !captured && wait_for_current_device(); });
+                       : allocate_again(use, request, use.arena().allocate(request), [&] {
+                           return captured ? wait_a_moment(&polls) : wait_for_device_alone(use);
+                         });
   if (!block.ok()) {
     if (is_preloaded() && block.status().code() == StatusCode::kOutOfMemory) {
       note_reserved(use.device(), &use.arena());
@@ -151,8 +204,8 @@ extern "C" void* forebay_torch_alloc(ssize_t bytes, int device, void* stream) {
   }
   const BlockFacts facts{.bytes = request.bytes,
                          .device = use.device(),
-                         .is_ordered = true,
-                         .capture = captured ? capture_of(given) : 0,
+                         .is_ordered = !for_any_stream,
+                         .capture = captured && !for_any_stream ? capture_of(given) : 0,
                          .outside = outside};
   if (is_preloaded()) {
     enter_arena_block(use, block.value(), facts, numbered(given, false));
@@ -162,8 +215,22 @@ extern "C" void* forebay_torch_alloc(ssize_t bytes, int device, void* stream) {
   return block.value();
 }
 
+}  // namespace
+}  // namespace forebay
+
+using namespace forebay;  // NOLINT: the functions below are its C interface.
+
+extern "C" void* forebay_torch_alloc(ssize_t bytes, int device, void* stream) {
+  return allocate_for_torch(bytes, device, stream, false);
+}
+
+extern "C" void* forebay_torch_pool_alloc(ssize_t bytes, int device, void* stream) {
+  return allocate_for_torch(bytes, device, stream, true);
+}
+
 extern "C" void forebay_torch_free(void* block, ssize_t, int, void* stream) {
-  if (block == nullptr) return;
+  // A child has its parent's tensors and neither their memory nor a use for the parent's books.
+  if (block == nullptr || cuda_lost_in_fork()) return;
   BlockBook& blocks = ProcessArenas::of_process().blocks();
   const auto address = static_cast<DevicePtr>(block);
   DevicePtr begin = nullptr;
@@ -178,6 +245,10 @@ extern "C" void forebay_torch_free(void* block, ssize_t, int, void* stream) {
   const ProcessArenas::Use use = ProcessArenas::of_process().find(facts.device);
   if (!use) return;
   auto* const given = numbered(static_cast<DriverStream>(stream), false);
+  const bool is_parked_by_one = facts.outside != KnownOutside::kNo;
+  if (!facts.is_ordered || facts.other_streams == OtherStreams::kUnrecorded ||
+      (facts.other_streams == OtherStreams::kRecorded && is_parked_by_one))
+    return free_after_device(use, address, facts);
   if (facts.capture != 0 || capture_of(given) != 0) return keep_for_graph(use, address, facts, given);
   const Result<Stream> behind = stream_behind(use, given);
   if (!behind.ok()) return complain(behind.status());
@@ -190,6 +261,7 @@ extern "C" void forebay_torch_free(void* block, ssize_t, int, void* stream) {
 }
 
 extern "C" void forebay_torch_record_stream(void* block, void* stream) {
+  if (cuda_lost_in_fork()) return;
   DevicePtr begin = nullptr;
   BlockFacts facts;
   if (!ProcessArenas::of_process().blocks().find(static_cast<DevicePtr>(block), &begin, &facts) ||
@@ -204,5 +276,6 @@ extern "C" void forebay_torch_record_stream(void* block, void* stream) {
   if (!behind.ok()) return complain(behind.status());
   if (behind.value().handle == nullptr) return;  // Its work has run.
   const Status status = use.arena().record_stream(begin, behind.value());
-  if (!status.ok()) complain(status);
+  ProcessArenas::of_process().blocks().note_streams(
+      begin, status.ok() ? OtherStreams::kRecorded : OtherStreams::kUnrecorded);
 }

@@ -15,7 +15,7 @@ _enabled = False
 
 
 @functools.lru_cache(maxsize=None)
-def _allocator() -> Any:
+def _allocator(allocate: str = "forebay_torch_alloc") -> Any:
     try:
         import torch
     except ImportError as error:
@@ -33,7 +33,7 @@ def _allocator() -> Any:
         core = ctypes.CDLL(path)
     except OSError as error:
         raise Unavailable(f"{path} cannot be loaded: {error}. It belongs beside {library().path}.") from None
-    allocator = torch.cuda.memory.CUDAPluggableAllocator(path, "forebay_torch_alloc", "forebay_torch_free")
+    allocator = torch.cuda.memory.CUDAPluggableAllocator(path, allocate, "forebay_torch_free")
     # So that Tensor.record_stream() counts.
     record_stream = ctypes.cast(core.forebay_torch_record_stream, ctypes.c_void_p).value
     allocator.allocator().set_record_stream_fn(record_stream)
@@ -69,6 +69,6 @@ def memory_pool() -> Any:
 
     Errors: Unavailable without torch, CUDA or a device.
     """
-    allocator = _allocator()
+    allocator = _allocator("forebay_torch_pool_alloc")
     import torch
     return torch.cuda.MemPool(allocator.allocator())

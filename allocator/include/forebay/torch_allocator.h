@@ -5,7 +5,7 @@
      allocator = torch.cuda.memory.CUDAPluggableAllocator(CORE, "forebay_torch_alloc", "forebay_torch_free")
      torch.cuda.memory.change_current_allocator(allocator)      # before anything is allocated
 
-   or, for a part of the program only, in place of the second line:
+   or, for a part of the program only, with forebay_torch_pool_alloc in its place, and for the second line:
 
      pool = torch.cuda.MemPool(allocator.allocator())           # then: with torch.cuda.use_mem_pool(pool):
    ...
@@ -18,8 +18,10 @@
    stream has waited for.
 
    A block that was allocated or freed while its stream was captured stays taken until the process ends,
-   because the graph may run at any time; only the same capture uses it again. PyTorch's MemPool gives such
-   memory back.
+   because the graph may run at any time; only the same capture uses it again. PyTorch's MemPool knows its
+   graphs and gives their memory back, if that is of forebay_torch_pool_alloc.
+
+   A child made by fork has its parent's tensors. There the functions do nothing.
 
    Order:    memory is reused in the order of streams, as by Arena::free.
    Requires: a stream is not destroyed while memory is freed on it. The preload sees such a destruction and
@@ -38,10 +40,16 @@ extern "C" {
    bytes; null with a line on standard error when there is no memory or no device. */
 void* forebay_torch_alloc(ssize_t bytes, int device, void* stream);
 
-/* Frees a block. Its last use is queued on `stream`. */
+/* The same for memory that any stream may use, as a CUDA graph may run on any: for PyTorch's MemPool, which
+   keeps its blocks for one stream each by itself. */
+void* forebay_torch_pool_alloc(ssize_t bytes, int device, void* stream);
+
+/* Frees a block of either function. Its last use is queued on `stream`. For a block of
+   forebay_torch_pool_alloc it waits for all work of the device. */
 void forebay_torch_free(void* block, ssize_t bytes, int device, void* stream);
 
-/* Says that `stream` uses the block too: its memory is reused only after that work. A thread's default stream
+/* Says that `stream` uses the block too: its memory is reused only after that work. Beyond 64 streams with
+   blocks or work, the block's free waits for the device. A thread's default stream
    cannot be named by other threads, so only its work that is queued by now counts: call this after that. */
 void forebay_torch_record_stream(void* block, void* stream);
 

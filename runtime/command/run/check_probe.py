@@ -20,8 +20,8 @@ def expect(condition, words):
         raise Failed(words)
 
 
-def allocator(torch, core):
-    return torch.cuda.memory.CUDAPluggableAllocator(core, "forebay_torch_alloc", "forebay_torch_free")
+def allocator(torch, core, allocate="forebay_torch_alloc"):
+    return torch.cuda.memory.CUDAPluggableAllocator(core, allocate, "forebay_torch_free")
 
 
 def filled(torch, value):
@@ -52,7 +52,10 @@ def history(torch, mode, core):
 
 
 def mempool(torch, mode, core):
-    pool = torch.cuda.MemPool(allocator(torch, core).allocator()) if mode == "pluggable" else torch.cuda.MemPool()
+    if mode == "pluggable":
+        pool = torch.cuda.MemPool(allocator(torch, core, "forebay_torch_pool_alloc").allocator())
+    else:
+        pool = torch.cuda.MemPool()
     with torch.cuda.use_mem_pool(pool):
         tensor = filled(torch, 2)
     expect(int(tensor.sum()) == 2 * MIB, "a tensor has lost what was written")

@@ -10,6 +10,7 @@
 
 #include <string>
 
+#include "forebay/cuda_devices.h"
 #include "forebay/status.h"
 #include "runtime/device/cuda/abi.h"
 
@@ -29,10 +30,7 @@ struct CudaDriver {
   static Result<const CudaDriver*> get();
 };
 
-// True in a process made by fork after its parent had used the driver. CUDA does not survive fork, so nothing
-// may be called any more.
-bool cuda_lost_in_fork() noexcept;
-// The Status of every call in such a process.
+// The Status of every call in a process in which cuda_lost_in_fork().
 Status cuda_fork_status(const std::string& what);
 
 // "CUDA_ERROR_OUT_OF_MEMORY". For a code newer than cuda/abi.h the driver is asked.

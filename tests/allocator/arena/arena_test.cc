@@ -17,6 +17,7 @@
 #include "runtime/device/forwarding_backend.h"
 #include "runtime/device/host/script.h"
 #include "tests/allocator/arena/chunk.h"
+#include "tests/allocator/arena/watched_backend.h"
 #include "tests/support/gate.h"
 
 namespace forebay {
@@ -24,6 +25,7 @@ namespace {
 
 using testing::Gate;
 using testing::kChunk;
+using testing::WatchedBackend;
 
 class ArenaTest : public ::testing::Test {
  protected:
@@ -502,6 +504,33 @@ TEST_F(ArenaStreamsTest, AFreeOnAStreamBeyondTheTableWaitsForItsWork) {
   gate_.open();
   EXPECT_TRUE(has_run) << "the memory is free for all while the stream may still use it";
   EXPECT_EQ(arena->block_bytes(block), 0u);
+}
+
+// A request without a block yet gives the lock up while it settles events.
+TEST_F(ArenaStreamsTest, AStreamOfARequestKeepsItsPlace) {
+  GateOpeningBackend opening(*backend_, gate_);
+  WatchedBackend backend(opening);
+  const auto arena = Arena::create(backend, {.limit_bytes = 8 * kChunk}).value();
+  for (int i = 0; i < 63; ++i) ASSERT_TRUE(arena->allocate({.bytes = 512, .stream = many_[i]}).ok());
+  const DevicePtr block = arena->allocate({.bytes = 4 * kChunk, .stream = many_[0]}).value();
+  const DevicePtr pending = arena->allocate({.bytes = 512, .stream = many_[1]}).value();
+  hold(many_[1]);
+  ASSERT_TRUE(arena->free(pending, many_[1]).ok());
+  hold(many_[64]);
+  std::atomic<bool> has_run{false};
+  const HostFunction set = [](void* flag) { *static_cast<std::atomic<bool>*>(flag) = true; };
+  ASSERT_TRUE(backend.call_host(many_[64], set, &has_run).ok());
+  bool freed = false;
+  backend.on_event_record = [&](Stream) {
+    if (std::exchange(freed, true)) return;
+    EXPECT_TRUE(arena->free(block, many_[64]).ok());
+  };
+
+  const auto taken = arena->allocate({.bytes = 4 * kChunk, .stream = many_[63]});
+
+  EXPECT_TRUE(freed);
+  ASSERT_TRUE(taken.ok()) << taken.status().to_string();
+  EXPECT_TRUE(taken.value() != block || has_run) << "it has memory that another stream uses";
 }
 
 // Its blocks belong to a graph, though no memory refers to it yet.

@@ -53,6 +53,7 @@ using namespace forebay::cuda;  // NOLINT: these programs are written on that in
   X(cuMemPoolTrimTo)                   \
   X(cuDeviceGetDefaultMemPool)         \
   X(cuDeviceSetMemPool)                \
+  X(cuMemSetMemPool)                   \
   X(cuStreamCreate)                    \
   X(cuStreamDestroy_v2)                \
   X(cuStreamQuery)                     \

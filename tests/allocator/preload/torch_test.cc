@@ -54,6 +54,45 @@ TEST(TorchAllocatorStreams, ABlockThatAnotherStreamUsesIsNotGivenOutAgain) {
   }
 }
 
+TEST(TorchAllocatorStreams, AStreamThatTheArenaHasNoPlaceForIsWaitedFor) {
+  for (const char* mode : {"none", "arena"}) {
+    for (const char* use : {"record-many", "shared-record"}) {
+      SCOPED_TRACE(std::string(use) + " " + mode);
+      PreloadRun run({program("torch_program"), CORE_LIBRARY, use}, mode);
+
+      EXPECT_EQ(run.finished.exit_code, 0);
+      EXPECT_EQ(run.finished.output, "read 7\n");
+      run.expect_no_hazard();
+    }
+  }
+}
+
+TEST(TorchAllocatorPools, MemoryOfGraphsIsGivenBackAndNotWhileTheyRun) {
+  for (const char* mode : {"none", "arena"}) {
+    SCOPED_TRACE(mode);
+    // Room for the blocks of two rounds, whose events may be late, and not for those of all.
+    PreloadRun run({program("torch_program"), CORE_LIBRARY, "pool"}, mode,
+                   {{"FAKE_CUDA_MEMORY", std::to_string(100u << 20)}});
+
+    EXPECT_EQ(run.finished.exit_code, 0);
+    EXPECT_EQ(run.finished.output, "all well\n");
+    run.expect_no_hazard();
+  }
+}
+
+TEST(TorchAllocatorForks, AChildChangesNothingOfItsParents) {
+  for (const char* mode : {"none", "arena"}) {
+    SCOPED_TRACE(mode);
+    const PreloadRun run({program("torch_program"), CORE_LIBRARY, "fork"}, mode);
+
+    EXPECT_EQ(run.finished.exit_code, 0);
+    EXPECT_EQ(run.finished.output, "all well\n");
+    if (mode == std::string("arena")) {
+      EXPECT_EQ(run.record().live_bytes, 8u << 20);
+    }
+  }
+}
+
 TEST(TorchAllocatorStreams, ABlockThatAThreadsDefaultStreamUsesIsNotGivenOutAgain) {
   for (const char* use : {"record-thread", "shared-thread"}) {
     SCOPED_TRACE(use);

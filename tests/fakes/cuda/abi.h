@@ -332,6 +332,7 @@ struct CuLaunchConfig {
   X(cuDeviceGetDefaultMemPool, cuDeviceGetDefaultMemPool, 11020, NONE, 0, (CuMemoryPool* pool, CuDevice device), (pool, device)) \
   X(cuDeviceGetMemPool, cuDeviceGetMemPool, 11020, NONE, 0, (CuMemoryPool* pool, CuDevice device), (pool, device)) \
   X(cuDeviceSetMemPool, cuDeviceSetMemPool, 11020, NONE, 0, (CuDevice device, CuMemoryPool pool), (device, pool)) \
+  X(cuMemSetMemPool, cuMemSetMemPool, 13000, NONE, 0, (CuMemLocation* location, CuMemAllocationType type, CuMemoryPool pool), (location, type, pool)) \
   /* virtual memory */ \
   X(cuMemAddressReserve, cuMemAddressReserve, 10020, NONE, 0, (CuDevicePtr* address, std::size_t bytes, std::size_t alignment, CuDevicePtr hint, unsigned long long flags), (address, bytes, alignment, hint, flags)) \
   X(cuMemAddressFree, cuMemAddressFree, 10020, NONE, 0, (CuDevicePtr address, std::size_t bytes), (address, bytes)) \

@@ -445,4 +445,11 @@ CuResult cuDeviceSetMemPool(CuDevice device, CuMemoryPool pool) {
   return CuResult::kSuccess;
 }
 
+CuResult cuMemSetMemPool(CuMemLocation* location, CuMemAllocationType type, CuMemoryPool pool) {
+  if (location == nullptr) return CuResult::kInvalidValue;
+  if (location->type != CuMemLocationType::kDevice || type != CuMemAllocationType::kPinned)
+    return CuResult::kNotSupported;
+  return cuDeviceSetMemPool(location->id, pool);
+}
+
 }  // namespace forebay::fake_cuda

@@ -1,5 +1,5 @@
 // The facts that the CUDA driver gives about itself and its devices, for reports (`forebay devices`) and for
-// choosing a device. Nothing here keeps a device in use.
+// choosing a device, and whether CUDA can be used at all. Nothing here keeps a device in use.
 #pragma once
 
 #include <cstddef>
@@ -39,5 +39,9 @@ struct CudaSystem {
 // Cost:   makes a context on each device to ask for its free memory: up to a second each where none is
 // active.
 Result<CudaSystem> read_cuda_system();
+
+// True in a process made by fork after its parent had used the driver. CUDA does not survive fork, so nothing
+// may be called any more.
+bool cuda_lost_in_fork() noexcept;
 
 }  // namespace forebay

@@ -426,7 +426,7 @@ int pool_ended() {
   CuDevicePtr block = 0;
   CuStream stream = new_stream();
   CHECK_CU(driver.cuMemPoolCreate(&pool, &properties));
-  CHECK_CU(driver.cuDeviceSetMemPool(0, pool));
+  CHECK_CU(driver.cuMemSetMemPool(&properties.location, properties.type, pool));
   CHECK_CU(driver.cuMemAllocAsync(&block, kMiB, stream));
   CHECK_CU(driver.cuMemFreeAsync(block, stream));
   CHECK_CU(driver.cuStreamSynchronize(stream));

@@ -1,11 +1,14 @@
 // Does the same as PyTorch with a pluggable allocator: opens the library by its path, finds the functions by
 // their names, and allocates, uses and frees on streams. It also takes some memory from the driver.
-//   torch_program PATH_OF_CORE [full | record | record-thread | shared-thread | capture | graph-memory |
-//   pinned]
+//   torch_program PATH_OF_CORE [full | record | record-many | record-thread | shared-thread | capture |
+//   graph-memory | pool | fork | pinned | shared-record]
 #include <sys/types.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <string>
 #include <thread>
@@ -22,6 +25,7 @@ using RecordStream = void(void* block, void* stream);
 
 Driver driver;
 Allocate* allocate = nullptr;
+Allocate* pool_allocate = nullptr;
 Free* give_back = nullptr;
 RecordStream* record_stream = nullptr;
 
@@ -103,6 +107,115 @@ int record_use(CuContext context) {
   std::printf("idle %d: same block %d\n", is_idle, next == block);
   give_back(next, kBytes, 0, first);
   CHECK_CU(driver.cuStreamSynchronize(second));
+  return 0;
+}
+
+// A stream whose work waits until the gate opens, which another thread does a moment later.
+class HeldStream {
+ public:
+  int hold() {
+    CHECK_CU(driver.cuStreamCreate(&stream, kStreamNonBlocking));
+    CHECK_CU(driver.cuLaunchHostFunc(
+        stream,
+        [](void* gate) {
+          while (!static_cast<HeldStream*>(gate)->open_) std::this_thread::yield();
+        },
+        this));
+    opener_ = std::thread([this] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(20));
+      open_ = true;
+    });
+    return 0;
+  }
+  ~HeldStream() { opener_.join(); }
+  CuStream stream = nullptr;
+
+ private:
+  std::atomic<bool> open_{false};
+  std::thread opener_;
+};
+
+// A stream that reads the block has no place in the arena, or the block is known outside.
+int record_use_beyond(int streams, bool is_known) {
+  constexpr ssize_t kBytes = 4 << 20;
+  std::vector<CuStream> live(static_cast<std::size_t>(streams));
+  for (CuStream& stream : live) {
+    CHECK_CU(driver.cuStreamCreate(&stream, kStreamNonBlocking));
+    CHECK(allocate(4096, 0, stream) != nullptr);
+  }
+  void* const block = allocate(kBytes, 0, live[0]);
+  void* const copy = allocate(kBytes, 0, live[0]);
+  CHECK(block != nullptr && copy != nullptr);
+  const unsigned on = 1;
+  if (is_known) (void)driver.cuPointerSetAttribute(&on, CuPointerAttribute::kSyncMemops, address_of(block));
+  CHECK_CU(driver.cuMemsetD8Async(address_of(block), 7, kBytes, live[0]));
+  CHECK_CU(driver.cuStreamSynchronize(live[0]));
+  HeldStream other;
+  if (other.hold() != 0) return 1;
+  CHECK_CU(driver.cuMemcpyAsync(address_of(copy), address_of(block), kBytes, other.stream));
+  record_stream(block, other.stream);
+  give_back(block, kBytes, 0, live[0]);
+  void* const next = allocate(kBytes, 0, live[0]);
+  CHECK(next != nullptr);
+  CHECK_CU(driver.cuMemsetD8Async(address_of(next), 9, kBytes, live[0]));
+  CHECK_CU(driver.cuStreamSynchronize(live[0]));
+  CHECK_CU(driver.cuStreamSynchronize(other.stream));
+  unsigned char byte = 0;
+  CHECK_CU(driver.cuMemcpyDtoH_v2(&byte, address_of(copy) + kBytes / 2, 1));
+  std::printf("read %d\n", byte);
+  return 0;
+}
+
+// Memory of a pool that a graph was captured with serves again when PyTorch frees it, and not while the graph
+// runs, on whichever stream.
+int pool_memory() {
+  constexpr ssize_t kBytes = 20 << 20;
+  CuStream stream = nullptr, next = nullptr;
+  CHECK_CU(driver.cuStreamCreate(&stream, kStreamNonBlocking));
+  CHECK_CU(driver.cuStreamCreate(&next, kStreamNonBlocking));
+  for (int round = 0; round < 12; ++round) {
+    void* const before = round % 2 == 0 ? pool_allocate(kBytes, 0, stream) : nullptr;
+    CHECK_CU(driver.cuStreamBeginCapture_v2(stream, CuCaptureMode::kGlobal));
+    void* const block = before != nullptr ? before : pool_allocate(kBytes, 0, stream);
+    CHECK(block != nullptr);
+    CHECK_CU(driver.cuMemsetD8Async(address_of(block), 7, kBytes, stream));
+    CuGraph graph = nullptr;
+    CHECK_CU(driver.cuStreamEndCapture(stream, &graph));
+    CuGraphExec runnable = nullptr;
+    CHECK_CU(driver.cuGraphInstantiateWithFlags(&runnable, graph, 0));
+    HeldStream other;
+    if (other.hold() != 0) return 1;
+    CHECK_CU(driver.cuGraphLaunch(runnable, other.stream));
+    CHECK_CU(driver.cuGraphExecDestroy(runnable));
+    CHECK_CU(driver.cuGraphDestroy(graph));
+    give_back(block, kBytes, 0, stream);
+    void* const tensor = allocate(kBytes, 0, next);
+    CHECK(tensor != nullptr);
+    CHECK_CU(driver.cuMemsetD8Async(address_of(tensor), 9, kBytes, next));
+    CHECK_CU(driver.cuStreamSynchronize(next));
+    CHECK_CU(driver.cuStreamSynchronize(other.stream));
+    unsigned char byte = 0;
+    CHECK_CU(driver.cuMemcpyDtoH_v2(&byte, address_of(tensor) + kBytes / 2, 1));
+    CHECK(byte == 9);
+    give_back(tensor, kBytes, 0, next);
+  }
+  std::printf("all well\n");
+  return 0;
+}
+
+// A child that drops its parent's tensors changes nothing of its parent's.
+int forked() {
+  void* const block = allocate(8 << 20, 0, nullptr);
+  CHECK(block != nullptr);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    give_back(block, 8 << 20, 0, nullptr);
+    record_stream(block, nullptr);
+    ::_exit(allocate(4096, 0, nullptr) == nullptr ? 0 : 1);
+  }
+  int status = 0;
+  CHECK(::waitpid(child, &status, 0) == child && status == 0);
+  std::printf("all well\n");
   return 0;
 }
 
@@ -251,14 +364,19 @@ int run(const char* core, const std::string& what) {
   CHECK(library != nullptr);
   allocate = reinterpret_cast<Allocate*>(::dlsym(library, "forebay_torch_alloc"));
   give_back = reinterpret_cast<Free*>(::dlsym(library, "forebay_torch_free"));
+  pool_allocate = reinterpret_cast<Allocate*>(::dlsym(library, "forebay_torch_pool_alloc"));
   record_stream = reinterpret_cast<RecordStream*>(::dlsym(library, "forebay_torch_record_stream"));
-  CHECK(allocate != nullptr && give_back != nullptr && record_stream != nullptr);
+  CHECK(allocate != nullptr && give_back != nullptr && record_stream != nullptr && pool_allocate != nullptr);
   CHECK(query_driver("libcuda.so.1", kProcAddressDefault, &driver));
   CuContext context = nullptr;
   CHECK_CU(driver.cuInit(0));
   CHECK_CU(driver.cuDevicePrimaryCtxRetain(&context, 0));
   CHECK_CU(driver.cuCtxSetCurrent(context));
   if (what == "record") return record_use(context);
+  if (what == "record-many") return record_use_beyond(64, false);
+  if (what == "shared-record") return record_use_beyond(1, true);
+  if (what == "pool") return pool_memory();
+  if (what == "fork") return forked();
   if (what == "record-thread") return use_thread_last(context, false);
   if (what == "shared-thread") return use_thread_last(context, true);
   if (what == "capture") return capture(context);
