@@ -83,6 +83,11 @@ void Engine::Impl::expect_own_process() {
                                             "the child, or start the child before the engine");
 }
 
+void Engine::Impl::expect_fetched(const char* call) {
+  if (std::find(spilled.begin(), spilled.end(), true) != spilled.end())
+    misuse(std::string(call) + " while states are spilled; fetch() them first");
+}
+
 void Engine::Impl::expect_stream(Stream stream, const char* call) {
   if (stream == Stream())
     misuse(std::string(call) +
@@ -91,10 +96,7 @@ void Engine::Impl::expect_stream(Stream stream, const char* call) {
 
 void Engine::Impl::expect(Phase wanted, const char* call) {
   expect_own_process();
-  if (wanted == Phase::kIdle && phase == wanted &&
-      std::find(spilled.begin(), spilled.end(), true) != spilled.end()) {
-    misuse(std::string(call) + " while states are spilled; fetch() them first");
-  }
+  if (wanted == Phase::kIdle && phase == wanted) expect_fetched(call);
   if (phase == wanted) return;
   if (phase == Phase::kFailed) throw Error(failure.with_context("the engine failed earlier"));
   const char* message = "";
@@ -420,6 +422,7 @@ StepResult Engine::step(const Hyperparameters& hyperparameters) {
 
 void Engine::evaluation_begin() {
   Impl& impl = *impl_;
+  impl.expect_own_process();
   if (!impl.leases.empty()) impl.misuse("evaluation_begin() while a lease is alive; end it first");
   impl.begin_evaluation();
 }
@@ -439,6 +442,7 @@ double Engine::gradient_norm() {
 }
 
 void Engine::abandon(int micro_steps) {
+  impl_->expect_own_process();
   impl_->abandon(micro_steps);
 }
 
@@ -449,6 +453,7 @@ std::string Engine::recorded_order() const {
 
 void Engine::spill(const SpillOptions& states) {
   Impl& impl = *impl_;
+  impl.expect_own_process();
   // More states may be spilled while some are.
   if (impl.phase != Impl::Phase::kIdle) impl.expect(Impl::Phase::kIdle, "spill()");
   impl.spill(states);
@@ -456,6 +461,7 @@ void Engine::spill(const SpillOptions& states) {
 
 void Engine::fetch() {
   Impl& impl = *impl_;
+  impl.expect_own_process();
   if (impl.phase != Impl::Phase::kIdle) impl.expect(Impl::Phase::kIdle, "fetch()");
   impl.fetch();
 }

@@ -340,6 +340,7 @@ struct Engine::Impl : StepContext {
   // Whether this is the copy of an engine in a child made by fork(), which has none of its threads.
   bool is_forked() const noexcept { return ::getpid() != process; }
   void expect_own_process();
+  void expect_fetched(const char* call);
   void expect_stream(Stream stream, const char* call);
   // In a step, without a lease.
   void expect_step(const char* call);

@@ -1,5 +1,7 @@
 #include "forebay/trainer.h"
 
+#include <unistd.h>
+
 #include <exception>
 #include <mutex>
 #include <string>
@@ -37,6 +39,7 @@ struct Trainer::Impl {
   std::unique_ptr<Communicator> communicator;
   std::unique_ptr<Engine> engine;
   Stream stream;
+  const pid_t process = ::getpid();
 
   void open_device(const TrainerOptions& options, int rank, int local_rank) {
     if (!options.cuda) {
@@ -100,6 +103,10 @@ Trainer::Trainer(LocalGroup& group, int rank, const TrainerOptions& options)
 }
 
 Trainer::~Trainer() {
+  if (::getpid() != impl_->process) {
+    static_cast<void>(impl_.release());  // A child made by fork() has none of the threads that it would end.
+    return;
+  }
   if (impl_->stream.handle == nullptr) return;
   Status status = impl_->backend->stream_synchronize(impl_->stream);
   impl_->engine.reset();  // It may have waits on the stream.

@@ -652,6 +652,11 @@ TEST(Engine, AForkedChildCannotUseItAndMayDestroyIt) {
         refused([&] { static_cast<void>(trainer->engine().backward(4, stream)); });
         refused([&] { static_cast<void>(trainer->engine().step({.groups = options.groups})); });
         refused([&] { trainer->engine().step_begin(); });
+        refused([&] { trainer->engine().spill(); });
+        refused([&] { trainer->engine().fetch(); });
+        refused([&] { static_cast<void>(trainer->engine().shard_digest()); });
+        refused([&] { trainer->engine().abandon(1); });
+        refused([&] { trainer->engine().evaluation_begin(); });
         lease.reset();
         trainer->engine().~Engine();
         _exit(refusals);
@@ -659,7 +664,7 @@ TEST(Engine, AForkedChildCannotUseItAndMayDestroyIt) {
       int state = 0;
       ASSERT_EQ(waitpid(child, &state, 0), child);
       EXPECT_TRUE(WIFEXITED(state)) << "ended by signal " << WTERMSIG(state);
-      EXPECT_EQ(WEXITSTATUS(state), 4);
+      EXPECT_EQ(WEXITSTATUS(state), 9);
     }
     for (int u = 1; u < 5; ++u) static_cast<void>(trainer->engine().forward(u, stream));
     for (int u = 4; u >= 0; --u) static_cast<void>(trainer->engine().backward(u, stream));

@@ -3,12 +3,17 @@
 #include "forebay/trainer.h"
 
 #include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <chrono>
 #include <functional>
 #include <future>
+#include <optional>
 #include <stdexcept>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "forebay/error.h"
 #include "tests/support/thread_limit.h"
@@ -83,6 +88,24 @@ TEST(Trainers, OnThreadsWaitForEachOtherUntilTheDeadline) {
   } catch (const Error& error) {
     EXPECT_EQ(error.code(), StatusCode::kTimeout) << error.what();
   }
+}
+
+TEST(Trainers, EndInAForkedChildWithoutAnEffect) {
+  std::optional<Trainer> trainer(std::in_place);
+  const ParameterId p = trainer->engine().add_parameter(trainer->engine().add_unit("u"), "p", 100'000);
+  trainer->engine().commit();
+  trainer->engine().set_parameter(p, std::vector<float>(100'000, 1.5f));
+  const std::string digest = trainer->engine().digest();
+  const pid_t child = ::fork();
+  if (child == 0) {
+    alarm(20);
+    trainer.reset();
+    ::_exit(0);
+  }
+  int state = 0;
+  ASSERT_EQ(::waitpid(child, &state, 0), child);
+  EXPECT_EQ(state, 0);
+  EXPECT_EQ(trainer->engine().digest(), digest);
 }
 
 TEST(Trainers, WithoutALauncherAreTheOnlyRank) {

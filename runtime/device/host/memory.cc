@@ -3,7 +3,6 @@
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -235,6 +234,7 @@ Status HostMemory::take_offset(std::size_t bytes, std::size_t* offset) {
 }
 
 void HostMemory::give_back(std::size_t offset, std::size_t bytes) {
+  if (::getpid() != process_) return;  // A child made by fork() has the same file as its parent.
   if (::fallocate(file_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset),
                   static_cast<off_t>(bytes)) != 0) {
     static std::atomic<bool> logged{false};

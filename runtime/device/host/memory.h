@@ -6,6 +6,8 @@
 // Threads: every function may be called from any thread.
 #pragma once
 
+#include <unistd.h>
+
 #include <cstddef>
 #include <map>
 #include <memory>
@@ -63,6 +65,7 @@ class HostMemory {
 
   const Options options_;
   const int file_;
+  const pid_t process_ = ::getpid();
   AddressBook book_;
 
   std::mutex mutex_;

@@ -661,8 +661,9 @@ void check_same_parameters(const StateDirectory& directory, const std::string& s
     for (const auto& [name, tensor] : saved.tensors()) {
       if (!tensor.is_factors) there.emplace(name, tensor.places.count());
     }
-  } catch (const Error&) {
-    return;  // It cannot be loaded.
+  } catch (const Error& error) {
+    if (error.code() == StatusCode::kUnavailable) throw;  // Nothing is known of it.
+    return;                                               // It cannot be loaded.
   }
   const auto refuse = [&](const std::string& name, const std::string& difference) {
     throw Error(StatusCode::kInvalidArgument,

@@ -625,7 +625,9 @@ std::string Engine::digest() {
 
 std::string Engine::shard_digest() {
   Impl& impl = *impl_;
+  impl.expect_own_process();
   if (impl.phase == Impl::Phase::kDescribe) impl.misuse("shard_digest() belongs after commit()");
+  impl.expect_fetched("shard_digest()");
   XXH3_state_t state;
   XXH3_128bits_reset(&state);
   std::vector<float> piece;

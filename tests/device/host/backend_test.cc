@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -488,6 +489,24 @@ TEST(HostBackend, EveryFaultStrikesOnceAndLeaksNothing) {
     EXPECT_EQ(use_everything(*backend).message(), "added") << call;
     EXPECT_EQ(backend->live_handle_count(), 0u) << call;
   }
+}
+
+TEST(HostBackend, AChildThatGivesMemoryBackLeavesItsParentsAlone) {
+  const auto backend = ScriptedHostBackend::create(small_options()).value();
+  const DevicePtr address = backend->reserve(kHostGranule, kHostGranule).value();
+  const Chunk chunk = backend->chunk_create(kHostGranule).value();
+  ASSERT_TRUE(backend->map(address, chunk).ok() && backend->set_access(address, kHostGranule).ok());
+  *address = std::byte{7};
+  const pid_t child = ::fork();
+  if (child == 0) {
+    static_cast<void>(backend->unmap(address, kHostGranule));
+    static_cast<void>(backend->chunk_destroy(chunk));
+    ::_exit(0);
+  }
+  int state = 0;
+  ASSERT_EQ(::waitpid(child, &state, 0), child);
+  EXPECT_EQ(state, 0);
+  EXPECT_EQ(*address, std::byte{7});
 }
 
 TEST(HostBackend, EndsWithLiveHandles) {

@@ -579,6 +579,7 @@ TEST(Offload, StaysSpilledWhileTheDeviceIsTaken) {
     const DevicePtr other = value_or_throw(rank.backend->alloc(left));
     EXPECT_THROW(trainer.engine().fetch(), Error);
     EXPECT_THROW(trainer.engine().step_begin(), Error);
+    EXPECT_THROW(static_cast<void>(trainer.engine().shard_digest()), Error);
     throw_if_error(rank.backend->free(other));
     trainer.engine().fetch();
     EXPECT_EQ(trainer.engine().digest(), digest);

@@ -35,7 +35,7 @@ class Trainer {
   explicit Trainer(const TrainerOptions& options = {});
   // Rank `rank` of ranks that are threads of this process. With cuda the GPUs have access to each other.
   Trainer(LocalGroup& group, int rank, const TrainerOptions& options = {});
-  // Waits for the stream.
+  // Waits for the stream. In a child made by fork() it does nothing.
   ~Trainer();
   Trainer(const Trainer&) = delete;
   Trainer& operator=(const Trainer&) = delete;
