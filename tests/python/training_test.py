@@ -71,6 +71,18 @@ def torchrun(world, **case):
     return sorted(results, key=lambda one: one["rank"])
 
 
+class Transposed(torch.nn.Linear):
+    """Keeps its weight the other way round in a state_dict()."""
+
+    def _save_to_state_dict(self, made, prefix, keep_vars):
+        super()._save_to_state_dict(made, prefix, keep_vars)
+        made[prefix + "weight"] = made[prefix + "weight"].t().contiguous()
+
+    def _load_from_state_dict(self, values, prefix, *more):
+        values[prefix + "weight"] = values[prefix + "weight"].t()
+        super()._load_from_state_dict(values, prefix, *more)
+
+
 class OneRank(unittest.TestCase):
     def close(self, seen, expected):
         self.assertEqual(len(seen), len(expected))
@@ -1381,6 +1393,60 @@ class OneRank(unittest.TestCase):
                 model.load_state_dict({**kept, "norm.weight": kept["norm.weight"].mul_(2)})
                 model(*models.batch(0, 0))
             self.assertEqual(float(model.state_dict()["norm.weight"].mean()), 1)
+
+    def test_a_module_that_makes_its_own_entries_of_a_state_dict(self):
+        for stage in range(4):
+            torch.manual_seed(1)
+            plain = torch.nn.Sequential(Transposed(4, 4), torch.nn.Linear(4, 2))
+            plain[1]._register_state_dict_hook(lambda _, made, prefix, __: made.update({prefix + "bias": made[prefix + "bias"].half()}))
+            expected = {name: value.clone() for name, value in plain.state_dict().items()}
+            model = forebay.shard(plain, stage=stage)
+            forebay.AdamW(model)
+            given = model.state_dict()
+            for name, value in expected.items():
+                self.assertTrue(torch.equal(given[name], value) and given[name].dtype == value.dtype, (stage, name))
+            model.load_state_dict(given)
+            self.assertTrue(torch.equal(model.state_dict()["0.weight"], expected["0.weight"]))
+            with contextlib.ExitStack() as stack:
+                if stage == 3:
+                    stack.enter_context(self.assertRaisesRegex(forebay.Unsupported, "0 on rank 0 alone: Transposed or a hook"))
+                with state.collected(model):
+                    self.assertTrue(torch.equal(model.state_dict()["0.weight"], expected["0.weight"]))
+
+    def test_a_hook_before_a_load_that_was_registered_late(self):
+        for options in ({"stage": 1, "offload": "optimizer"}, {"stage": 2, "dtype": "bf16"}, {"stage": 3}):
+            model = forebay.shard(models.make(), **options)
+            optimizer = forebay.SGD(model, lr=0.0)
+            model.norm.register_load_state_dict_pre_hook(
+                lambda _, values, prefix, *__: values.update({prefix + "bias": values[prefix + "bias"] * 0 + 3}))
+            model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+            models.train(model, optimizer, steps=1)
+            self.assertEqual(model.state_dict()["norm.bias"].unique().tolist(), [3], options)
+
+    def test_state_that_json_would_change_is_refused(self):
+        model = forebay.shard(torch.nn.Linear(2, 2))
+        forebay.AdamW(model)
+        with tempfile.TemporaryDirectory() as directory:
+            for given, finding in (({"best": {1: 0.5}}, r"a key of state\['best'\] is of type int"),
+                                   ({"seen": {1}}, r"state\['seen'\] is of type set")):
+                with self.assertRaisesRegex(forebay.InvalidArgument, finding):
+                    forebay.save(model, directory, given)
+            forebay.save(model, directory, {"best": {"1": 0.5}})
+            self.assertEqual(forebay.restore(model, directory), {"best": {"1": 0.5}})
+
+    def test_what_a_gradient_cannot_take(self):
+        model = forebay.shard(models.make(), stage=1)
+        optimizer = forebay.SGD(model, lr=0.1)
+        model(*models.batch(0, 0)).backward()
+        gradient = next(model.parameters()).grad
+        for refused in (lambda: setattr(gradient, "data", torch.zeros_like(gradient, device="meta")),
+                        lambda: gradient.div_(2, rounding_mode="floor")):
+            with self.assertRaises(forebay.Unsupported):
+                refused()
+        for p in model.parameters():
+            p.grad.data *= -0.5
+        with self.assertRaisesRegex(forebay.Unsupported, "multiplied by -0.5; .* negate the loss"):
+            optimizer.step()
 
     def test_tied_parameters_stay_tied_in_a_state_dict(self):
         model = forebay.shard(models.make(), stage=3)

@@ -1163,6 +1163,8 @@ class Sharded:
                               "together")
         self.end_evaluation()
         factor = float(factors.pop())
+        if factor < 0:
+            raise Unsupported(f"the gradients were multiplied by {factor}; only factors from 0 on are known, so negate the loss")
         if not math.isfinite(factor):
             if math.isfinite(self.gradient_norm()):
                 raise InvalidArgument(f"the gradients were scaled by {factor}, and their norm is finite; scale them by a number")

@@ -31,6 +31,16 @@ class Gradient(torch.Tensor):
         self.factor = 1.0  # The program scaled the gradient by this.
         self.is_zero = False  # The program cleared it by zero_().
 
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        return self
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if value is not self:  # As behind p.grad.data /= 2.
+            raise Unsupported("p.grad.data = tensor: gradients of a sharded model lie in shards of the ranks; change them by "
+                              "Tensor.register_hook(), clear them by zero_(), or scale all of them by one number")
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"forebay gradient of shape {tuple(self.shape)}"
 
@@ -73,7 +83,7 @@ class Gradient(torch.Tensor):
             return args[0].norm_of(args[1] if len(args) > 1 else 2)
         if name == "aten::_foreach_norm":
             return [g.norm_of(args[1] if len(args) > 1 else 2) for g in args[0]]
-        if name in ("aten::mul_", "aten::div_"):
+        if name in ("aten::mul_", "aten::div_") and not kwargs:
             return args[0].scale(args[1], name == "aten::div_")
         if name in ("aten::_foreach_mul_", "aten::_foreach_div_"):
             factors = args[1] if isinstance(args[1], (list, tuple)) else [args[1]] * len(args[0])

@@ -7,6 +7,7 @@ import collections
 import contextlib
 import copy
 import ctypes
+import functools
 import gc
 import json
 import math
@@ -41,7 +42,7 @@ def install(sharded: Sharded) -> None:
         if module._parameters:
             module._register_state_dict_hook(collect)
         if module._parameters or module._buffers:
-            module._register_load_state_dict_pre_hook(take, with_module=True)
+            _take_last(module, take)
     sharded.model.__dict__["zero_grad"] = _zero_grad_of(sharded)
     object.__setattr__(sharded.model, "_ddp_params_and_buffers_to_ignore", _NotForDDP())
     for unit in sharded.units:  # One gather for all modules of a unit.
@@ -137,8 +138,8 @@ def _collect(sharded: Sharded) -> Callable[..., None]:
         if sharded.engine is None or sharded.writing:  # The parameters are torch's still, or for now.
             return
         for name, p in module._parameters.items():
-            if p not in sharded.places or prefix + name not in state:
-                continue
+            if p not in sharded.places or not _lies_in(state.get(prefix + name), p):
+                continue  # The module, or a hook of it, made the entry.
             if sharded.collected is not None:
                 state[prefix + name] = sharded.collected[p]
                 continue
@@ -156,11 +157,32 @@ def _collect(sharded: Sharded) -> Callable[..., None]:
     return collect
 
 
+def _lies_in(value: Any, p: nn.Parameter) -> bool:
+    """Whether an entry of a state_dict() is the parameter itself, as torch puts it there."""
+    return isinstance(value, torch.Tensor) and (
+        value is p or value.untyped_storage()._cdata == p.untyped_storage()._cdata and value.dtype == p.dtype
+        and value.shape == p.shape and value.stride() == p.stride() and value.storage_offset() == p.storage_offset())
+
+
+def _refuse_own_entries(sharded: Sharded) -> None:
+    """At stage 3 code of a module that makes entries of state_dict() would find no weights on a rank that works alone."""
+    for name, module in sharded.model.named_modules() if sharded.stage == 3 else ():
+        first_hook = next(iter(module._state_dict_hooks.values()), None)
+        is_own = (type(module)._save_to_state_dict is not nn.Module._save_to_state_dict
+                  or getattr(first_hook, "__module__", None) != __name__)  # Else install() found none.
+        if module._parameters and is_own:
+            raise Unsupported(f"saving the weights of {name or 'the model'} on rank 0 alone: {type(module).__name__} or a hook of it "
+                              "makes entries of state_dict() from its weights, which lie in shards; call state_dict() on all ranks, and "
+                              "write its result on one")
+
+
 @contextlib.contextmanager
 def collected(model: nn.Module) -> Iterator[None]:
     """Within, state_dict() on rank 0 works alone: its values were copied to the host, unit by unit. Collective."""
     sharded = sharded_of(model)
     communicator = sharded.engine.communicator if sharded.engine else None
+    if communicator is not None:
+        _refuse_own_entries(sharded)
     values: Dict[nn.Parameter, torch.Tensor] = {}
     for unit in sharded.units if communicator is not None else ():
         with sharded.reading([unit]), torch.no_grad():
@@ -174,6 +196,19 @@ def collected(model: nn.Module) -> Iterator[None]:
 
 
 # --- load_state_dict ---
+
+def _take_last(module: nn.Module, take: Callable[..., None]) -> None:
+    """Lets `take` see what all other hooks before a load have made, those that are registered later too."""
+    key = module._register_load_state_dict_pre_hook(take, with_module=True).id
+    load = module.__dict__.get("_load_from_state_dict")
+
+    def load_from(*arguments: Any) -> None:
+        if key in module._load_state_dict_pre_hooks:
+            module._load_state_dict_pre_hooks.move_to_end(key)
+        (load or functools.partial(type(module)._load_from_state_dict, module))(*arguments)
+
+    module.__dict__["_load_from_state_dict"] = load_from
+
 
 def _take(sharded: Sharded) -> Callable[..., None]:
     def take(module: nn.Module, state: Dict[str, Any], prefix: str, metadata: Dict[str, Any], *_: Any) -> None:
@@ -524,8 +559,8 @@ def _refuse_no_json(value: Any, place: str) -> None:
     """Names the first part of the trainer's state that JSON cannot hold."""
     if isinstance(value, dict):
         for key, part in value.items():
-            if not isinstance(key, (str, int, float, bool, type(None))):
-                raise InvalidArgument(f"a key of {place} is of type {type(key).__name__}; give the parts of `state` names")
+            if not isinstance(key, str):
+                raise InvalidArgument(f"a key of {place} is of type {type(key).__name__}, and JSON has names alone, as str({_shown(key)})")
             _refuse_no_json(part, f"{place}[{_shown(key)}]")
     elif isinstance(value, (list, tuple)):
         for index, part in enumerate(value):
@@ -566,6 +601,7 @@ def save(model: nn.Module, directory: Path, state: Any = None, background: bool 
         if isinstance(error, TypeError):
             _refuse_no_json(state, "state")
         raise InvalidArgument(f"JSON cannot hold `state`: {error}; give numbers, text, lists and dicts") from None
+    _refuse_no_json(state, "state")  # Keys that are numbers would come back as text.
     if background and not sharded.options.get("save_async"):
         raise InvalidArgument("save(background=True) needs host memory for a copy; give shard(save_async=True), or leave out "
                               "background")
