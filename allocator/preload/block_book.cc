@@ -83,10 +83,12 @@ bool BlockBook::find(DevicePtr address, DevicePtr* begin, BlockFacts* facts) con
   return true;
 }
 
-void BlockBook::note_streams(DevicePtr address, OtherStreams streams) {
+void BlockBook::note_streams(DevicePtr address, OtherStreams streams, void* context) {
   const std::lock_guard lock(mutex_);
   const auto found = blocks_.find(address);
-  if (found != blocks_.end()) found->second.other_streams = std::max(found->second.other_streams, streams);
+  if (found == blocks_.end()) return;
+  found->second.other_streams = std::max(found->second.other_streams, streams);
+  if (context != nullptr) found->second.other_context = context;
 }
 
 void BlockBook::pin(DevicePtr begin, std::size_t bytes, KnownOutside outside) {

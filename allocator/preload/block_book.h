@@ -44,6 +44,7 @@ struct BlockFacts {
   // Allocated in stream order. A plain free of such a block does not wait for the device.
   bool is_ordered = false;
   OtherStreams other_streams = OtherStreams::kNone;
+  void* other_context = nullptr;  // One of another device whose stream was named. Null: none was.
   // The capture in which forebay_torch_alloc allocated it, whose graph uses it. 0: none.
   std::uint64_t capture = 0;
   KnownOutside outside = KnownOutside::kNo;
@@ -73,8 +74,8 @@ class BlockBook {
   // Finds the block that contains the address.
   bool find(DevicePtr address, DevicePtr* begin, BlockFacts* facts) const;
 
-  // Adds to the streams that use the block which starts there.
-  void note_streams(DevicePtr address, OtherStreams streams);
+  // Adds to the streams that use the block which starts there. `context`: null, or one of another device.
+  void note_streams(DevicePtr address, OtherStreams streams, void* context = nullptr);
 
   // Marks the arenas' blocks that have bytes in the range.
   void pin(DevicePtr begin, std::size_t bytes, KnownOutside outside);

@@ -47,7 +47,10 @@ void give_back(const ProcessArenas::Use& use, DevicePtr address, const BlockFact
     return;
   }
   const Status status = use.arena().free(address, stream);
-  if (!status.ok()) note_problem(status);
+  if (status.ok()) return;
+  if (status.code() == StatusCode::kInvalidArgument) return note_problem(status);
+  // The arena waits for a stream that it has no place for, which a capture may refuse.
+  waiting_frees().add({{address, facts, use.generation(), current_context()}});
 }
 
 DriverResult driver_result(const Status& status) {
@@ -103,7 +106,8 @@ void finish_waiting_frees() {
 }
 
 DriverResult free_after_users(const ProcessArenas::Use& use, DevicePtr block, const BlockFacts& facts) {
-  const DriverContext user = current_context();
+  auto* const other = static_cast<DriverContext>(facts.other_context);
+  const DriverContext user = other != nullptr ? other : current_context();
   const DriverResult result = wait_for_users(use.context(), user);
   if (is_captured_error(result)) {
     waiting_frees().add({{block, facts, use.generation(), user}});

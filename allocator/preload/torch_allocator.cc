@@ -30,6 +30,9 @@ bool is_captured(DriverStream stream) {
   return ask != nullptr && (ask(stream, &status) != kDriverSuccess || status != 0);
 }
 
+// A capture whose number the driver does not tell. No other one is the same.
+constexpr std::uint64_t kUnknownCapture = UINT64_MAX;
+
 // The number of the capture that the stream is in; 0: it is in none, as the legacy stream always is.
 std::uint64_t capture_of(DriverStream stream) {
   if (numbered(stream, false) == DRIVER_LEGACY_STREAM) return 0;
@@ -37,7 +40,9 @@ std::uint64_t capture_of(DriverStream stream) {
   static auto* const ask = driver_function<CaptureInfo>("cuStreamGetCaptureInfo");
   unsigned status = 0;
   std::uint64_t number = 0;
-  return ask != nullptr && ask(stream, &status, &number) == kDriverSuccess && status != 0 ? number : 0;
+  if (ask == nullptr || ask(stream, &status, &number) != kDriverSuccess)
+    return is_captured(stream) ? kUnknownCapture : 0;
+  return status != 0 ? number : 0;
 }
 
 // A block that a captured graph uses and the program has freed. The graph may run at any time, so only the
@@ -61,9 +66,9 @@ DevicePtr take_graph_block(const ProcessArenas::Use& use, DriverStream stream, s
   const std::uint64_t capture = capture_of(stream);
   bool found = false;
   const auto fits = [&](const GraphBlock& block) {
-    if (found || capture == 0 || block.capture != capture || block.stream != stream ||
-        block.device != use.device() || block.generation != use.generation() || block.bytes < *bytes ||
-        block.bytes / 2 > *bytes)
+    if (found || capture == 0 || capture == kUnknownCapture || block.capture != capture ||
+        block.stream != stream || block.device != use.device() || block.generation != use.generation() ||
+        block.bytes < *bytes || block.bytes / 2 > *bytes)
       return false;
     found = true;
     return true;
@@ -86,8 +91,8 @@ void keep_for_graph(const ProcessArenas::Use& use, DevicePtr address, const Bloc
         "knows its graphs");
   }
   const std::uint64_t capture = capture_of(stream);
-  if (capture == 0 || capture != facts.capture || facts.outside != KnownOutside::kNo ||
-      !BlockBook::has_room())
+  if (capture == 0 || capture == kUnknownCapture || capture != facts.capture ||
+      facts.outside != KnownOutside::kNo || !BlockBook::has_room())
     return;
   graph_blocks().add({{address, facts.bytes, use.device(), use.generation(), stream, capture}});
 }
@@ -101,15 +106,17 @@ bool is_preloaded() {
 struct WaitingBlock {
   DevicePtr address;
   int device;
-  std::uint64_t generation;  // The arena's.
+  std::uint64_t generation;     // The arena's.
+  DriverContext other_context;  // BlockFacts::other_context.
 };
 
 SharedList<WaitingBlock>& waiting_blocks() {
   return SharedList<WaitingBlock>::of_process();
 }
 
-// Waits for all work queued on the device, and gives the arena the blocks that waited for it.
-bool wait_for_device_alone(const ProcessArenas::Use& use) {
+// Waits for all work queued on the device and, if there is another context, in that and on all devices with
+// an arena; and gives the arena the blocks that waited for it.
+bool wait_for_device_alone(const ProcessArenas::Use& use, DriverContext other = nullptr) {
   static auto* const retain = driver_function<Driver_cuDevicePrimaryCtxRetain>("cuDevicePrimaryCtxRetain");
   static auto* const release =
       driver_function<Driver_cuDevicePrimaryCtxRelease_v2>("cuDevicePrimaryCtxRelease_v2");
@@ -119,15 +126,22 @@ bool wait_for_device_alone(const ProcessArenas::Use& use) {
   if (retain == nullptr || release == nullptr || current == nullptr || set == nullptr || wait == nullptr)
     return false;
   // Blocks that are freed from here on may have work that this wait does not cover.
-  auto blocks =
-      waiting_blocks().take([&](const WaitingBlock& block) { return block.device == use.device(); });
+  auto blocks = waiting_blocks().take([&](const WaitingBlock& block) {
+    return block.device == use.device() && (block.other_context == nullptr || block.other_context == other);
+  });
   DriverContext context = nullptr, previous = nullptr;
   bool waited = false;
   if (retain(&context, use.device()) == kDriverSuccess) {
     waited = current(&previous) == kDriverSuccess && set(context) == kDriverSuccess;
     waited = waited && wait() == kDriverSuccess;
+    if (waited && other != nullptr) waited = set(other) == kDriverSuccess && wait() == kDriverSuccess;
     (void)set(previous);
     (void)release(use.device());
+  }
+  for (int device = 0; waited && other != nullptr && device < kPreloadDeviceLimit; ++device) {
+    if (device == use.device()) continue;
+    if (const ProcessArenas::Use peer = ProcessArenas::of_process().find(device))
+      waited = wait_for_device_alone(peer);
   }
   if (!waited) {
     waiting_blocks().add(std::move(blocks));
@@ -144,8 +158,9 @@ void free_after_device(const ProcessArenas::Use& use, DevicePtr address, const B
     (void)free_after_users(use, address, facts);  // The program hears of errors of its work elsewhere.
     return;
   }
-  waiting_blocks().add({{address, use.device(), use.generation()}});
-  (void)wait_for_device_alone(use);  // If it cannot, as beside a capture, a later call does.
+  auto* const other = static_cast<DriverContext>(facts.other_context);
+  waiting_blocks().add({{address, use.device(), use.generation(), other}});
+  (void)wait_for_device_alone(use, other);  // If it cannot, as beside a capture, a later call does.
 }
 
 ProcessArenas::Use arena_of(int device, Status* why) {
@@ -157,6 +172,33 @@ ProcessArenas::Use arena_of(int device, Status* why) {
 Stream stream_of(const ProcessArenas::Use& use, DriverStream stream) {
   if (stream == DRIVER_PER_THREAD_STREAM) return ProcessArenas::thread_stream(use);
   return Stream{numbered(stream, false)};
+}
+
+// The stream's context, if it is not that of the arena, whose events cannot be recorded there. Null: it is,
+// or nobody knows.
+DriverContext other_context_of(const ProcessArenas::Use& use, DriverStream stream) {
+  static auto* const current = driver_function<Driver_cuCtxGetCurrent>("cuCtxGetCurrent");
+  static auto* const set = driver_function<Driver_cuCtxSetCurrent>("cuCtxSetCurrent");
+  static auto* const device_of = driver_function<Driver_cuCtxGetDevice>("cuCtxGetDevice");
+  static auto* const context_of = driver_function<Driver_cuStreamGetCtx>("cuStreamGetCtx");
+  DriverContext now = nullptr, context = nullptr;
+  if (current == nullptr || set == nullptr || device_of == nullptr || current(&now) != kDriverSuccess)
+    return nullptr;
+  if (is_default_stream(stream)) {
+    context = now;
+  } else if (context_of == nullptr || context_of(stream, &context) != kDriverSuccess) {
+    return nullptr;
+  }
+  if (context == nullptr || context == use.context()) return nullptr;
+  if (use.context() != nullptr) return context;
+  DriverDevice device = use.device();
+  if (context == now) {
+    (void)device_of(&device);
+  } else if (set(context) == kDriverSuccess) {
+    (void)device_of(&device);
+    (void)set(now);
+  }
+  return device != use.device() ? context : nullptr;
 }
 
 void complain(const Status& status) {
@@ -245,19 +287,28 @@ extern "C" void forebay_torch_free(void* block, ssize_t, int, void* stream) {
   const ProcessArenas::Use use = ProcessArenas::of_process().find(facts.device);
   if (!use) return;
   auto* const given = numbered(static_cast<DriverStream>(stream), false);
+  if (facts.is_ordered && (facts.capture != 0 || capture_of(given) != 0))
+    return keep_for_graph(use, address, facts, given);
+  // PyTorch frees with any device current, so a default stream is that of the block's device.
+  DriverContext const other = is_default_stream(given) ? nullptr : other_context_of(use, given);
+  if (other != nullptr) {
+    facts.other_streams = OtherStreams::kUnrecorded;
+    facts.other_context = other;
+  }
   const bool is_parked_by_one = facts.outside != KnownOutside::kNo;
   if (!facts.is_ordered || facts.other_streams == OtherStreams::kUnrecorded ||
       (facts.other_streams == OtherStreams::kRecorded && is_parked_by_one))
     return free_after_device(use, address, facts);
-  if (facts.capture != 0 || capture_of(given) != 0) return keep_for_graph(use, address, facts, given);
   const Result<Stream> behind = stream_behind(use, given);
-  if (!behind.ok()) return complain(behind.status());
+  if (!behind.ok()) return free_after_device(use, address, facts);
   if (facts.outside != KnownOutside::kNo) {
     blocks.park(address, facts, behind.value());
     return;
   }
   const Status status = use.arena().free(address, behind.value());
-  if (!status.ok()) complain(status);
+  if (status.ok()) return;
+  if (status.code() == StatusCode::kInvalidArgument) return complain(status);
+  free_after_device(use, address, facts);  // A capture has refused the arena's wait for a stream.
 }
 
 extern "C" void forebay_torch_record_stream(void* block, void* stream) {
@@ -271,11 +322,15 @@ extern "C" void forebay_torch_record_stream(void* block, void* stream) {
   if (!use) return;
   auto* const given = static_cast<DriverStream>(stream);
   if (facts.capture != 0) return ProcessArenas::of_process().blocks().pin(begin, 1, KnownOutside::kPinned);
+  BlockBook& blocks = ProcessArenas::of_process().blocks();
+  if (DriverContext const other = other_context_of(use, given); other != nullptr) {
+    note_peer_access();  // Several of them are waited for, too.
+    return blocks.note_streams(begin, OtherStreams::kUnrecorded, other);
+  }
   const Result<Stream> behind =
       is_captured(given) ? stream_of(use, given) : stream_behind(use, numbered(given, false));
-  if (!behind.ok()) return complain(behind.status());
+  if (!behind.ok()) return blocks.note_streams(begin, OtherStreams::kUnrecorded);
   if (behind.value().handle == nullptr) return;  // Its work has run.
   const Status status = use.arena().record_stream(begin, behind.value());
-  ProcessArenas::of_process().blocks().note_streams(
-      begin, status.ok() ? OtherStreams::kRecorded : OtherStreams::kUnrecorded);
+  blocks.note_streams(begin, status.ok() ? OtherStreams::kRecorded : OtherStreams::kUnrecorded);
 }

@@ -56,9 +56,9 @@ TEST(TorchAllocatorStreams, ABlockThatAnotherStreamUsesIsNotGivenOutAgain) {
 
 TEST(TorchAllocatorStreams, AStreamThatTheArenaHasNoPlaceForIsWaitedFor) {
   for (const char* mode : {"none", "arena"}) {
-    for (const char* use : {"record-many", "shared-record"}) {
+    for (const char* use : {"record-many", "record-device", "shared-record"}) {
       SCOPED_TRACE(std::string(use) + " " + mode);
-      PreloadRun run({program("torch_program"), CORE_LIBRARY, use}, mode);
+      PreloadRun run({program("torch_program"), CORE_LIBRARY, use}, mode, {{"FAKE_CUDA_DEVICES", "2"}});
 
       EXPECT_EQ(run.finished.exit_code, 0);
       EXPECT_EQ(run.finished.output, "read 7\n");

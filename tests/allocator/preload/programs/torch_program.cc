@@ -1,7 +1,7 @@
 // Does the same as PyTorch with a pluggable allocator: opens the library by its path, finds the functions by
 // their names, and allocates, uses and frees on streams. It also takes some memory from the driver.
-//   torch_program PATH_OF_CORE [full | record | record-many | record-thread | shared-thread | capture |
-//   graph-memory | pool | fork | pinned | shared-record]
+//   torch_program PATH_OF_CORE [full | record | record-many | record-device | record-thread | shared-thread |
+//   capture | graph-memory | pool | fork | pinned | shared-record]
 #include <sys/types.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -113,8 +113,8 @@ int record_use(CuContext context) {
 // A stream whose work waits until the gate opens, which another thread does a moment later.
 class HeldStream {
  public:
-  int hold() {
-    CHECK_CU(driver.cuStreamCreate(&stream, kStreamNonBlocking));
+  int hold(bool is_default = false) {
+    if (!is_default) CHECK_CU(driver.cuStreamCreate(&stream, kStreamNonBlocking));
     CHECK_CU(driver.cuLaunchHostFunc(
         stream,
         [](void* gate) {
@@ -160,6 +160,38 @@ int record_use_beyond(int streams, bool is_known) {
   CHECK_CU(driver.cuMemsetD8Async(address_of(next), 9, kBytes, live[0]));
   CHECK_CU(driver.cuStreamSynchronize(live[0]));
   CHECK_CU(driver.cuStreamSynchronize(other.stream));
+  unsigned char byte = 0;
+  CHECK_CU(driver.cuMemcpyDtoH_v2(&byte, address_of(copy) + kBytes / 2, 1));
+  std::printf("read %d\n", byte);
+  return 0;
+}
+
+// The default stream of another device reads the block.
+int record_other_device(CuContext context) {
+  constexpr ssize_t kBytes = 4 << 20;
+  CuContext second = nullptr;
+  CHECK_CU(driver.cuDevicePrimaryCtxRetain(&second, 1));
+  CuStream stream = nullptr;
+  CHECK_CU(driver.cuStreamCreate(&stream, kStreamNonBlocking));
+  void* const block = allocate(kBytes, 0, stream);
+  CHECK(block != nullptr);
+  CHECK_CU(driver.cuMemsetD8Async(address_of(block), 7, kBytes, stream));
+  CHECK_CU(driver.cuStreamSynchronize(stream));
+  CHECK_CU(driver.cuCtxSetCurrent(second));
+  void* const copy = allocate(kBytes, 1, nullptr);
+  HeldStream other;
+  if (other.hold(true) != 0) return 1;
+  CHECK_CU(driver.cuMemcpyAsync(address_of(copy), address_of(block), kBytes, nullptr));
+  record_stream(block, nullptr);
+  CHECK_CU(driver.cuCtxSetCurrent(context));
+  give_back(block, kBytes, 0, stream);
+  for (int i = 0; i < 10; ++i) {
+    void* const next = allocate(kBytes, 0, stream);
+    CHECK_CU(driver.cuMemsetD8Async(address_of(next), 9, kBytes, stream));
+    CHECK_CU(driver.cuStreamSynchronize(stream));
+  }
+  CHECK_CU(driver.cuCtxSetCurrent(second));
+  CHECK_CU(driver.cuCtxSynchronize());
   unsigned char byte = 0;
   CHECK_CU(driver.cuMemcpyDtoH_v2(&byte, address_of(copy) + kBytes / 2, 1));
   std::printf("read %d\n", byte);
@@ -278,7 +310,15 @@ int graph_memory(CuContext context) {
   CuStream captured = nullptr, other = nullptr;
   CHECK_CU(driver.cuStreamCreate(&captured, kStreamNonBlocking));
   CHECK_CU(driver.cuStreamCreate(&other, kStreamNonBlocking));
+  // Freed in the capture, known outside and used by another stream before.
+  void* const early = allocate(kBytes, 0, captured);
+  CHECK(early != nullptr);
+  const unsigned on = 1;
+  (void)driver.cuPointerSetAttribute(&on, CuPointerAttribute::kSyncMemops, address_of(early));
+  record_stream(early, other);
   CHECK_CU(driver.cuStreamBeginCapture_v2(captured, CuCaptureMode::kThreadLocal));
+  CHECK_CU(driver.cuMemsetD8Async(address_of(early), 9, kBytes, captured));
+  give_back(early, kBytes, 0, captured);
   void* const temporary = allocate(kBytes, 0, captured);
   void* const result = allocate(kBytes, 0, captured);
   CHECK(temporary != nullptr && result != nullptr);
@@ -295,6 +335,9 @@ int graph_memory(CuContext context) {
   CuGraphExec runnable = nullptr;
   CHECK_CU(driver.cuGraphInstantiateWithFlags(&runnable, graph, 0));
   give_back(result, kBytes, 0, captured);
+  CuDevicePtr plain = 0;  // A plain free completes those that the capture has put off.
+  CHECK_CU(driver.cuMemAlloc_v2(&plain, 4096));
+  CHECK_CU(driver.cuMemFree_v2(plain));
   std::vector<CuDevicePtr> tensors;
   for (int i = 0; i < 8; ++i) {
     const CuStream stream = i % 2 == 0 ? captured : other;
@@ -375,6 +418,7 @@ int run(const char* core, const std::string& what) {
   if (what == "record") return record_use(context);
   if (what == "record-many") return record_use_beyond(64, false);
   if (what == "shared-record") return record_use_beyond(1, true);
+  if (what == "record-device") return record_other_device(context);
   if (what == "pool") return pool_memory();
   if (what == "fork") return forked();
   if (what == "record-thread") return use_thread_last(context, false);
