@@ -220,7 +220,7 @@ class Guard:
 
     def wants(self, unit: "Unit") -> bool:
         owner = self.owner()
-        if owner.writing or owner.depth and unit in self.plain_in_passes:
+        if owner.writing or owner.collected is not None or owner.depth and unit in self.plain_in_passes:
             return False
         if not unit.held:
             return self.watches_released or self.checks

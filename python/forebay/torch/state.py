@@ -120,11 +120,15 @@ def _hold_while_collecting(sharded: Sharded, unit: Any) -> None:
         if sharded.engine is not None and sharded.collected is None:
             stack.enter_context(sharded.reading([unit]))
 
-    def after(module: nn.Module, *_: Any) -> None:
+    def after(module: nn.Module, state: Dict[str, Any], prefix: str, _: Any) -> None:
         # Another thread may be in a state_dict() of its own.
         mine = (module, threading.get_ident())
         at = max(i for i, entry in enumerate(sharded.collecting) if entry[:2] == mine)
-        sharded.collecting.pop(at)[-1].close()
+        with sharded.collecting.pop(at)[-1]:
+            if sharded.stage == 3 and sharded.engine is not None and sharded.collected is None and not sharded.writing:
+                # The program's code may have made views of weights, under whatever names.
+                for key in [key for key in state if key.startswith(prefix)]:
+                    state[key] = _out_of_slots(sharded, state[key])
 
     unit.plan.module.register_state_dict_pre_hook(before)
     unit.plan.module._register_state_dict_hook(after)
@@ -135,8 +139,8 @@ def _collect(sharded: Sharded) -> Callable[..., None]:
     copies: Dict[nn.Parameter, "weakref.ref[torch.Tensor]"] = {}  # Of tied parameters, so that they stay tied.
 
     def collect(module: nn.Module, state: Dict[str, Any], prefix: str, _: Any) -> None:
-        if sharded.engine is None or sharded.writing:  # The parameters are torch's still, or for now.
-            return
+        if sharded.engine is None or sharded.writing or sharded.collected is not None and sharded.stage == 3:
+            return  # The parameters are torch's still, or for now.
         for name, p in module._parameters.items():
             if p not in sharded.places or not _lies_in(state.get(prefix + name), p):
                 continue  # The module, or a hook of it, made the entry.
@@ -164,16 +168,17 @@ def _lies_in(value: Any, p: nn.Parameter) -> bool:
         and value.shape == p.shape and value.stride() == p.stride() and value.storage_offset() == p.storage_offset())
 
 
-def _refuse_own_entries(sharded: Sharded) -> None:
-    """At stage 3 code of a module that makes entries of state_dict() would find no weights on a rank that works alone."""
-    for name, module in sharded.model.named_modules() if sharded.stage == 3 else ():
-        first_hook = next(iter(module._state_dict_hooks.values()), None)
-        is_own = (type(module)._save_to_state_dict is not nn.Module._save_to_state_dict
-                  or getattr(first_hook, "__module__", None) != __name__)  # Else install() found none.
-        if module._parameters and is_own:
-            raise Unsupported(f"saving the weights of {name or 'the model'} on rank 0 alone: {type(module).__name__} or a hook of it "
-                              "makes entries of state_dict() from its weights, which lie in shards; call state_dict() on all ranks, and "
-                              "write its result on one")
+def _out_of_slots(sharded: Sharded, value: Any) -> Any:
+    """An entry of a state_dict(), with a copy for each tensor in memory that other weights take after it."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone() if sharded.units_at(value) else value
+    if type(value) in (dict, collections.OrderedDict):
+        parts = {key: _out_of_slots(sharded, part) for key, part in value.items()}
+        return value if all(parts[key] is value[key] for key in parts) else type(value)(parts)
+    if type(value) in (list, tuple):
+        items = [_out_of_slots(sharded, part) for part in value]
+        return value if all(new is old for new, old in zip(items, value)) else type(value)(items)
+    return value
 
 
 @contextlib.contextmanager
@@ -181,18 +186,27 @@ def collected(model: nn.Module) -> Iterator[None]:
     """Within, state_dict() on rank 0 works alone: its values were copied to the host, unit by unit. Collective."""
     sharded = sharded_of(model)
     communicator = sharded.engine.communicator if sharded.engine else None
-    if communicator is not None:
-        _refuse_own_entries(sharded)
     values: Dict[nn.Parameter, torch.Tensor] = {}
     for unit in sharded.units if communicator is not None else ():
         with sharded.reading([unit]), torch.no_grad():
             if communicator.rank == 0:
                 values.update((p, p.detach().to("cpu", copy=True)) for p in unit.plan.own)
     sharded.collected = values if values else None
+    moved = values if sharded.stage == 3 else {}  # So that code of the modules finds their weights.
+    versions = sharded.read_versions()
     try:
+        if values:
+            sharded.guard.follow_all()
+        for p, value in moved.items():
+            p.data = value
         yield
     finally:
+        for p in moved:
+            p.data = sharded.homes[p]
         sharded.collected = None
+        sharded.drop_writes(versions)
+        if values:
+            sharded.guard.follow_all()
 
 
 # --- load_state_dict ---
@@ -528,14 +542,19 @@ def _take_others(model: nn.Module, encoded: Dict[str, Dict[str, Any]]) -> None:
 
 def _extra_states(model: nn.Module) -> Dict[str, Any]:
     """The extra states of modules, as JSON; with a warning for those that JSON cannot hold."""
-    encoded = {}
+    encoded: Dict[str, Any] = {}
+    sharded = sharded_of(model)
+    # The smallest unit with a module, as in state_dict().
+    units = {module: unit for unit in sorted(sharded.units, key=lambda unit: -len(list(unit.plan.module.modules())))
+             for module in unit.plan.module.modules()}
     for name, module in model.named_modules():
         if type(module).get_extra_state is nn.Module.get_extra_state:
             continue
-        value = module.get_extra_state()
-        if isinstance(value, torch.Tensor):
-            encoded[name] = _encoded(f"the extra state of {name or 'the model'}", value)
-            continue
+        with sharded.reading([units[module]] if module in units and sharded.engine is not None else []):
+            value = module.get_extra_state()
+            if isinstance(value, torch.Tensor):
+                encoded[name] = _encoded(f"the extra state of {name or 'the model'}", value)
+                continue
         try:
             is_held = json.loads(json.dumps(value)) == value
         except (TypeError, ValueError):
@@ -545,6 +564,8 @@ def _extra_states(model: nn.Module) -> Dict[str, Any]:
         else:
             warnings.warn(f"the extra state of {name or 'the model'} is a {type(value).__name__} that JSON cannot hold, and is not saved; "
                           "keep it in a file of its own", stacklevel=3)
+    if sharded.engine is not None:
+        sharded.end_evaluation()
     return encoded
 
 
