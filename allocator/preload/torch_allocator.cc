@@ -114,43 +114,57 @@ SharedList<WaitingBlock>& waiting_blocks() {
   return SharedList<WaitingBlock>::of_process();
 }
 
-// Waits for all work queued on the device and, if there is another context, in that and on all devices with
-// an arena; and gives the arena the blocks that waited for it.
-bool wait_for_device_alone(const ProcessArenas::Use& use, DriverContext other = nullptr) {
+// Waits for all work queued on the device, and gives the arena the blocks that waited for it. Blocks with
+// work in another context wait for that and for all devices with an arena, too.
+bool wait_for_device_alone(const ProcessArenas::Use& use) {
   static auto* const retain = driver_function<Driver_cuDevicePrimaryCtxRetain>("cuDevicePrimaryCtxRetain");
   static auto* const release =
       driver_function<Driver_cuDevicePrimaryCtxRelease_v2>("cuDevicePrimaryCtxRelease_v2");
   static auto* const current = driver_function<Driver_cuCtxGetCurrent>("cuCtxGetCurrent");
   static auto* const set = driver_function<Driver_cuCtxSetCurrent>("cuCtxSetCurrent");
   static auto* const wait = driver_function<Driver_cuCtxSynchronize>("cuCtxSynchronize");
-  if (retain == nullptr || release == nullptr || current == nullptr || set == nullptr || wait == nullptr)
+  DriverContext previous = nullptr;
+  if (retain == nullptr || release == nullptr || current == nullptr || set == nullptr || wait == nullptr ||
+      current(&previous) != kDriverSuccess)
     return false;
-  // Blocks that are freed from here on may have work that this wait does not cover.
-  auto blocks = waiting_blocks().take([&](const WaitingBlock& block) {
-    return block.device == use.device() && (block.other_context == nullptr || block.other_context == other);
-  });
-  DriverContext context = nullptr, previous = nullptr;
-  bool waited = false;
-  if (retain(&context, use.device()) == kDriverSuccess) {
-    waited = current(&previous) == kDriverSuccess && set(context) == kDriverSuccess;
-    waited = waited && wait() == kDriverSuccess;
-    if (waited && other != nullptr) waited = set(other) == kDriverSuccess && wait() == kDriverSuccess;
+  const auto wait_for_primary = [&](int device) {
+    DriverContext context = nullptr;
+    if (retain(&context, device) != kDriverSuccess) return false;
+    const bool waited = set(context) == kDriverSuccess && wait() == kDriverSuccess;
     (void)set(previous);
-    (void)release(use.device());
+    (void)release(device);
+    return waited;
+  };
+  const auto wait_for_others = [&](DriverContext other) {
+    // A context that is gone has no work.
+    bool waited = set(other) != kDriverSuccess || wait() == kDriverSuccess;
+    (void)set(previous);
+    for (int device = 0; waited && device < kPreloadDeviceLimit; ++device) {
+      if (device != use.device() && ProcessArenas::of_process().find(device))
+        waited = wait_for_primary(device);
+    }
+    return waited;
+  };
+  // Blocks that are freed from here on may have work that this wait does not cover.
+  auto blocks =
+      waiting_blocks().take([&](const WaitingBlock& block) { return block.device == use.device(); });
+  const bool waited = wait_for_primary(use.device());
+  decltype(blocks) left;
+  DriverContext asked = nullptr;
+  bool is_idle = true;
+  for (auto i = blocks.begin(); i != blocks.end();) {
+    const auto block = i++;
+    if (waited && block->other_context != nullptr && block->other_context != asked) {
+      asked = block->other_context;
+      is_idle = wait_for_others(asked);
+    }
+    if (!waited || (block->other_context != nullptr && !is_idle)) left.splice(left.end(), blocks, block);
   }
-  for (int device = 0; waited && other != nullptr && device < kPreloadDeviceLimit; ++device) {
-    if (device == use.device()) continue;
-    if (const ProcessArenas::Use peer = ProcessArenas::of_process().find(device))
-      waited = wait_for_device_alone(peer);
-  }
-  if (!waited) {
-    waiting_blocks().add(std::move(blocks));
-    return false;
-  }
+  waiting_blocks().add(std::move(left));
   for (const WaitingBlock& block : blocks) {
     if (block.generation == use.generation()) (void)use.arena().free(block.address, Stream());
   }
-  return true;
+  return waited;
 }
 
 void free_after_device(const ProcessArenas::Use& use, DevicePtr address, const BlockFacts& facts) {
@@ -160,7 +174,7 @@ void free_after_device(const ProcessArenas::Use& use, DevicePtr address, const B
   }
   auto* const other = static_cast<DriverContext>(facts.other_context);
   waiting_blocks().add({{address, use.device(), use.generation(), other}});
-  (void)wait_for_device_alone(use, other);  // If it cannot, as beside a capture, a later call does.
+  (void)wait_for_device_alone(use);  // If it cannot, as beside a capture, a later call does.
 }
 
 ProcessArenas::Use arena_of(int device, Status* why) {

@@ -13,7 +13,7 @@ import torch
 
 import forebay
 import models
-from forebay.torch import memory
+from forebay.torch import memory, state
 
 torch.set_num_threads(1)
 torch.use_deterministic_algorithms(True)
@@ -168,6 +168,24 @@ def loaded(options):
         masters.append(torch.equal(master, initial[made._forebay.names[p]].float()))
     models.train(made, optimizer, steps=1, rank=RANK)
     return {"rank": RANK, "exact": all(masters), "digest": forebay.digest(made)}
+
+
+def collected(options):
+    """Rank 0 alone makes a state_dict(): twice within, and in a block that writes. Whether that changed anything, or is wrong."""
+    made = forebay.shard(models.make(), **options)
+    models.train(made, forebay.AdamW(made, lr=1e-2), rank=RANK)
+    before, found = made.state_dict(), []
+
+    def look():
+        with state.collected(made), state.collected(made):
+            if RANK == 0:
+                found.append(made.state_dict())
+
+    look()
+    with forebay.gathered(made, write=True):
+        look()
+    found.append(made.state_dict())
+    return {"rank": RANK, "right": all(torch.equal(one[name], value) for one in found for name, value in before.items())}
 
 
 def given_up(options, how):

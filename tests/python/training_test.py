@@ -3,6 +3,7 @@
 One rank in this process; two and three as processes under torchrun.
 """
 
+import collections
 import contextlib
 import copy
 import datetime
@@ -1411,6 +1412,8 @@ class OneRank(unittest.TestCase):
                 self.assertTrue(torch.equal(model.state_dict()["0.weight"], expected["0.weight"]))
 
     def test_views_of_weights_in_a_state_dict(self):
+        Pair = collections.namedtuple("Pair", "first second")
+
         class Split(torch.nn.Linear):
             def get_extra_state(self):
                 return {"first": [self.weight.detach()[0]], "norm": float(self.weight.norm())}
@@ -1420,7 +1423,8 @@ class OneRank(unittest.TestCase):
 
         def split(module, made, prefix, _):
             weight = made.pop(prefix + "weight")
-            made.update({prefix + str(i): part for i, part in enumerate(weight.chunk(2))}, **{prefix + "t": weight.t()})
+            made.update({prefix + str(i): part for i, part in enumerate(weight.chunk(2))},
+                        **{prefix + "t": Pair(weight.t(), 1), "all_" + prefix: weight.detach().numpy()})
 
         def make():
             torch.manual_seed(1)
@@ -1430,7 +1434,8 @@ class OneRank(unittest.TestCase):
             return torch.nn.Sequential(*layers)
 
         def flat(made):
-            return [(name, *([value["first"][0], value["norm"]] if isinstance(value, dict) else [value])) for name, value in made.items()]
+            return [(name, *([value["first"][0], value["norm"]] if isinstance(value, dict) else value if isinstance(value, Pair) else [value]))
+                    for name, value in made.items()]
 
         expected = make().state_dict()
         for stage in (2, 3):
@@ -1926,6 +1931,11 @@ class SeveralRanks(unittest.TestCase):
             results = torchrun(3, kind="loaded", options={"stage": stage, "dtype": "bf16"})
             self.assertEqual([one["exact"] for one in results], [True] * 3, stage)
             self.assertEqual(len({one["digest"] for one in results}), 1, stage)
+
+    def test_rank_0_makes_a_state_dict_alone(self):
+        for stage in (2, 3):
+            for one in torchrun(3, kind="collected", options={"stage": stage}):
+                self.assertTrue(one["right"], (stage, one))
 
     def test_a_parameter_that_joins_later_is_named(self):
         for one in torchrun(2, kind="joined", options={"stage": 1}):

@@ -454,6 +454,7 @@ class Sharded:
         self.needs_values = any(t.is_meta for t in itertools.chain(model.parameters(), model.buffers()))
         self.without_values: Set[nn.Parameter] = set()  # From the meta device.
         self.collected: Optional[Dict[nn.Parameter, torch.Tensor]] = None  # Values for state_dict() on this rank alone.
+        self.collected_within = False  # All ranks are in state.collected().
         self.pass_has_gradients = True  # Whether the model's latest forward pass began with gradients enabled.
         self.writing = False  # Within gathered(write=True).
         self.loaded: Set[nn.Parameter] = set()  # load_state_dict() or load() gave them their values within that.

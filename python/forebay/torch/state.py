@@ -117,18 +117,18 @@ def _hold_while_collecting(sharded: Sharded, unit: Any) -> None:
         sharded.end_interrupted_collecting()
         stack = contextlib.ExitStack()
         sharded.collecting.append((module, threading.get_ident(), stack))
-        if sharded.engine is not None and sharded.collected is None:
+        if sharded.engine is not None and sharded.collected is None and not sharded.writing:
             stack.enter_context(sharded.reading([unit]))
 
-    def after(module: nn.Module, state: Dict[str, Any], prefix: str, _: Any) -> None:
+    def after(module: nn.Module, state: Dict[str, Any], *_: Any) -> None:
         # Another thread may be in a state_dict() of its own.
         mine = (module, threading.get_ident())
         at = max(i for i, entry in enumerate(sharded.collecting) if entry[:2] == mine)
         with sharded.collecting.pop(at)[-1]:
             if sharded.stage == 3 and sharded.engine is not None and sharded.collected is None and not sharded.writing:
                 # The program's code may have made views of weights, under whatever names.
-                for key in [key for key in state if key.startswith(prefix)]:
-                    state[key] = _out_of_slots(sharded, state[key])
+                for key, value in list(state.items()):
+                    state[key] = _out_of_slots(sharded, value)
 
     unit.plan.module.register_state_dict_pre_hook(before)
     unit.plan.module._register_state_dict_hook(after)
@@ -172,12 +172,20 @@ def _out_of_slots(sharded: Sharded, value: Any) -> Any:
     """An entry of a state_dict(), with a copy for each tensor in memory that other weights take after it."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone() if sharded.units_at(value) else value
-    if type(value) in (dict, collections.OrderedDict):
-        parts = {key: _out_of_slots(sharded, part) for key, part in value.items()}
-        return value if all(parts[key] is value[key] for key in parts) else type(value)(parts)
-    if type(value) in (list, tuple):
+    if isinstance(value, dict):
+        changed = {key: part for key, part in ((key, _out_of_slots(sharded, old)) for key, old in value.items()) if part is not value[key]}
+        if changed:
+            value = copy.copy(value)
+            value.update(changed)
+        return value
+    if isinstance(value, (list, tuple)):
         items = [_out_of_slots(sharded, part) for part in value]
-        return value if all(new is old for new, old in zip(items, value)) else type(value)(items)
+        if all(new is old for new, old in zip(items, value)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    # An array of NumPy over the memory of a tensor.
+    if type(value).__module__ == "numpy" and hasattr(value, "ctypes") and sharded.memory[0] <= value.ctypes.data < sharded.memory[1]:
+        return value.copy()
     return value
 
 
@@ -185,6 +193,9 @@ def _out_of_slots(sharded: Sharded, value: Any) -> Any:
 def collected(model: nn.Module) -> Iterator[None]:
     """Within, state_dict() on rank 0 works alone: its values were copied to the host, unit by unit. Collective."""
     sharded = sharded_of(model)
+    if sharded.collected_within or sharded.writing:  # All ranks have come here before, or each has all values.
+        yield
+        return
     communicator = sharded.engine.communicator if sharded.engine else None
     values: Dict[nn.Parameter, torch.Tensor] = {}
     for unit in sharded.units if communicator is not None else ():
@@ -195,6 +206,7 @@ def collected(model: nn.Module) -> Iterator[None]:
     moved = values if sharded.stage == 3 else {}  # So that code of the modules finds their weights.
     versions = sharded.read_versions()
     try:
+        sharded.collected_within = True
         if values:
             sharded.guard.follow_all()
         for p, value in moved.items():
@@ -203,7 +215,7 @@ def collected(model: nn.Module) -> Iterator[None]:
     finally:
         for p in moved:
             p.data = sharded.homes[p]
-        sharded.collected = None
+        sharded.collected, sharded.collected_within = None, False
         sharded.drop_writes(versions)
         if values:
             sharded.guard.follow_all()
@@ -553,6 +565,10 @@ def _extra_states(model: nn.Module) -> Dict[str, Any]:
         with sharded.reading([units[module]] if module in units and sharded.engine is not None else []):
             value = module.get_extra_state()
             if isinstance(value, torch.Tensor):
+                lies_in = sharded.units_at(value) if sharded.stage == 3 and sharded.engine is not None else []
+                if lies_in and not any(unit.held for unit in lies_in):
+                    raise Unsupported(f"the extra state of {name or 'the model'} is a view of weights of another module, which are "
+                                      "released at stage 3; keep a copy that was made within forebay.gathered(model)")
                 encoded[name] = _encoded(f"the extra state of {name or 'the model'}", value)
                 continue
         try:
