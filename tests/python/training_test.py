@@ -1467,6 +1467,21 @@ class OneRank(unittest.TestCase):
             for i, layer in enumerate(model):
                 self.assertTrue(torch.equal(layer.loaded, model.state_dict()[f"{i}.weight"][0]), (stage, i))
 
+    def test_an_extra_state_of_another_modules_weights_is_refused(self):
+        class Outer(torch.nn.Sequential):
+            def get_extra_state(self):
+                return self[0].weight.detach()[0]
+
+            def set_extra_state(self, value):
+                pass
+
+        model = forebay.shard(Outer(*(torch.nn.Linear(4, 4) for _ in range(4))), stage=3)
+        forebay.AdamW(model)
+        model(torch.ones(1, 4)).sum().backward()
+        with tempfile.TemporaryDirectory() as directory:
+            with self.assertRaisesRegex(forebay.Unsupported, "extra state of the model is a view of weights of another module"):
+                forebay.save(model, directory)
+
     def test_a_hook_before_a_load_that_was_registered_late(self):
         for options in ({"stage": 1, "offload": "optimizer"}, {"stage": 2, "dtype": "bf16"}, {"stage": 3}):
             model = forebay.shard(models.make(), **options)

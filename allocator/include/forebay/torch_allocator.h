@@ -50,8 +50,8 @@ void forebay_torch_free(void* block, ssize_t bytes, int device, void* stream);
 
 /* Says that `stream` uses the block too: its memory is reused only after that work. Beyond 64 streams with
    blocks or work, and for a stream of another device, the block's free waits for the devices; null and the
-   thread's default stream are those of the current device. A thread's default stream
-   cannot be named by other threads, so only its work that is queued by now counts: call this after that. */
+   thread's default stream are those of the current device. A thread's default stream cannot be named by other
+   threads, so only its work that is queued by now counts: call this after that. */
 void forebay_torch_record_stream(void* block, void* stream);
 
 #ifdef __cplusplus

@@ -54,30 +54,26 @@ TEST(TorchAllocatorStreams, ABlockThatAnotherStreamUsesIsNotGivenOutAgain) {
   }
 }
 
-TEST(TorchAllocatorStreams, AStreamThatTheArenaHasNoPlaceForIsWaitedFor) {
+// With and without the preload.
+void expect_torch_output(const char* use, const std::string& output, const Process::Variables& more) {
   for (const char* mode : {"none", "arena"}) {
-    for (const char* use : {"record-many", "record-device", "shared-record"}) {
-      SCOPED_TRACE(std::string(use) + " " + mode);
-      PreloadRun run({program("torch_program"), CORE_LIBRARY, use}, mode, {{"FAKE_CUDA_DEVICES", "2"}});
+    SCOPED_TRACE(std::string(use) + " " + mode);
+    PreloadRun run({program("torch_program"), CORE_LIBRARY, use}, mode, more);
 
-      EXPECT_EQ(run.finished.exit_code, 0);
-      EXPECT_EQ(run.finished.output, "read 7\n");
-      run.expect_no_hazard();
-    }
+    EXPECT_EQ(run.finished.exit_code, 0);
+    EXPECT_EQ(run.finished.output, output);
+    run.expect_no_hazard();
   }
 }
 
-TEST(TorchAllocatorPools, MemoryOfGraphsIsGivenBackAndNotWhileTheyRun) {
-  for (const char* mode : {"none", "arena"}) {
-    SCOPED_TRACE(mode);
-    // Room for the blocks of two rounds, whose events may be late, and not for those of all.
-    PreloadRun run({program("torch_program"), CORE_LIBRARY, "pool"}, mode,
-                   {{"FAKE_CUDA_MEMORY", std::to_string(100u << 20)}});
+TEST(TorchAllocatorStreams, AStreamThatTheArenaHasNoPlaceForIsWaitedFor) {
+  for (const char* use : {"record-many", "record-device", "shared-record"})
+    expect_torch_output(use, "read 7\n", {{"FAKE_CUDA_DEVICES", "2"}});
+}
 
-    EXPECT_EQ(run.finished.exit_code, 0);
-    EXPECT_EQ(run.finished.output, "all well\n");
-    run.expect_no_hazard();
-  }
+TEST(TorchAllocatorPools, MemoryOfGraphsIsGivenBackAndNotWhileTheyRun) {
+  // Room for the blocks of two rounds, whose events may be late, and not for those of all.
+  expect_torch_output("pool", "all well\n", {{"FAKE_CUDA_MEMORY", std::to_string(100u << 20)}});
 }
 
 TEST(TorchAllocatorForks, AChildChangesNothingOfItsParents) {
