@@ -312,8 +312,9 @@ struct KeptUpdate {
         m[i] = updated.m;
         v[i] = updated.v;
       }
-      masters.store(place, dithered, master_seed, p);
+      // In the other order the compiler spills registers on Hopper.
       store_moments(c, shared, kept.moments, has_v, place, dithered, seed, m, v);
+      masters.store(place, dithered, master_seed, p);
     }
   }
 };
