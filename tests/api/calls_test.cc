@@ -650,9 +650,9 @@ TEST(CApiCalls, ACheckpointerCountsAndDiscards) {
 
 TEST(CApiCalls, ALoadEndsByItsOwnKey) {
   const One one;
+  std::vector<char> activation(512, 'a');  // Outlives the copies, which destroying the checkpointer awaits.
   const auto checkpointer = c::make<c::Checkpointer>(forebay_checkpointer_create, one.device, one.ranks,
                                                      nullptr, c::Options{{"activation-leases", "2"}});
-  std::vector<char> activation(512, 'a');
   for (int unit = 0; unit < 2; ++unit)
     ASSERT_OK(forebay_checkpointer_declare(checkpointer, unit, 0, 512, nullptr));
   ASSERT_OK(forebay_checkpointer_commit(checkpointer, nullptr));
