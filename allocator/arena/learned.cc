@@ -426,9 +426,15 @@ bool ChunkedArena::map_learned_row(Lock& lock, const Placement& placement, std::
   if (!map_chunks(lock, target, chunks).ok()) return false;
   target->region = placement.region;
   target->waits = 0;
+  // Other threads may have taken the descriptors. Without new ones the row stays out of use: its parts belong
+  // to different blocks.
+  if (!reserve_ranges(lock, chunks.size() + kSplitsMax)) {
+    target->kind = RangeKind::kShadow;
+    return false;
+  }
   for (std::size_t i = 0; i < chunks.size(); ++i) {
     Range* part = target;
-    if (i + 1 < chunks.size() && pool_.available() > 0) {
+    if (i + 1 < chunks.size()) {
       const auto [lower, upper] = split(target, target->offset + chunks_[chunks[i]].bytes);
       part = lower;
       target = upper;

@@ -10,6 +10,7 @@
 #include <memory>
 #include <random>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -17,6 +18,7 @@
 #include "forebay/model_backend.h"
 #include "runtime/command/replay/trace_replay.h"
 #include "tests/allocator/arena/families.h"
+#include "tests/allocator/arena/watched_backend.h"
 
 namespace forebay {
 namespace {
@@ -25,6 +27,7 @@ using testing::Family;
 using testing::family_name;
 using testing::FamilyMaker;
 using testing::kFamilyCount;
+using testing::WatchedBackend;
 
 std::unique_ptr<ModelBackend> device(std::size_t memory_bytes) {
   ModelBackendOptions options;
@@ -349,6 +352,72 @@ TEST(LearnedPlacements, AreLearntFromNothingLiveOn) {
   ASSERT_TRUE(arena->free(block, {}).ok());
   EXPECT_TRUE(arena->learn_begin().ok());
   EXPECT_TRUE(arena->learn_end().ok());
+}
+
+// While the driver maps a learned row of 40 shadows and one new chunk, another thread takes descriptors: as
+// many as one slab holds, or a few less. Live blocks share no memory afterwards.
+TEST(LearnedPlacements, LetNoBlocksShareMemoryWhenAnotherThreadTakesTheDescriptors) {
+  constexpr std::uint32_t kShadowCount = 40;
+  constexpr std::size_t kFirstBytes = kShadowCount * 2_MiB;
+  constexpr std::size_t kSecondBytes = kFirstBytes + 2_MiB;
+  const auto take = [](Arena& arena, std::size_t bytes) { return arena.allocate({.bytes = bytes}).value(); };
+  internal::LearnedPlacements learned;
+  {
+    const std::unique_ptr<ModelBackend> backend = device(8_GiB);
+    const std::unique_ptr<Arena> arena = std::move(Arena::create(*backend, {})).value();
+    ASSERT_TRUE(arena->learn_begin().ok());
+    DevicePtr blocks[] = {take(*arena, 512), take(*arena, kFirstBytes), nullptr};
+    ASSERT_TRUE(arena->free(std::exchange(blocks[1], nullptr), {}).ok());
+    blocks[2] = take(*arena, kSecondBytes);
+    learned = internal::LearnedPlacements::decode(arena->learn_end().value()).value();
+    for (const DevicePtr block : {blocks[0], blocks[2]}) ASSERT_TRUE(arena->free(block, {}).ok());
+  }
+  ASSERT_EQ(learned.placements.size(), 3u);
+  ASSERT_EQ(learned.granule_bytes, 2_MiB);
+  // The second block at addresses of its own, which show the memory of the first in another order.
+  const std::size_t first = learned.placements[1].offset;
+  const std::size_t second = learned.placements[2].offset = first + 64 * 2_MiB;
+  learned.chunk_bytes.assign(kShadowCount + 2, 2_MiB);
+  learned.mappings = {{0, kShadowCount + 1}};
+  for (std::uint32_t i = 0; i < kShadowCount; ++i) learned.mappings.push_back({first + i * 2_MiB, i});
+  for (std::uint32_t i = 0; i <= kShadowCount; ++i) {
+    learned.mappings.push_back({second + i * 2_MiB, i < kShadowCount ? kShadowCount - 1 - i : kShadowCount});
+  }
+  const std::string text = learned.encode();
+  ASSERT_TRUE(check_learned_placements(text).ok());
+
+  constexpr std::size_t kMost = 1100;  // The arena makes 1024 descriptors at a time.
+  for (std::size_t taken_count = 0; taken_count < kMost; taken_count += 16) {
+    const std::unique_ptr<ModelBackend> model = device(8_GiB);
+    WatchedBackend backend(*model);
+    const std::unique_ptr<Arena> arena = std::move(Arena::create(backend, {.learned = text})).value();
+    std::vector<std::pair<DevicePtr, std::size_t>> live = {{take(*arena, 512), 512}};
+    ASSERT_TRUE(arena->free(take(*arena, kFirstBytes), {}).ok());
+    bool mapped = false;
+    backend.on_map = [&](DevicePtr, std::size_t, bool) {
+      if (std::exchange(mapped, true)) return;
+      std::thread([&] {
+        for (std::size_t i = 0; i < taken_count; ++i) live.emplace_back(take(*arena, 512), 512);
+      }).join();
+    };
+    const DevicePtr block = take(*arena, kSecondBytes);
+    ASSERT_TRUE(mapped);
+    live.emplace_back(block, kSecondBytes);
+    for (int i = 0; i < 4; ++i) {
+      for (const std::size_t bytes : {std::size_t{2_MiB}, kFirstBytes})
+        live.emplace_back(take(*arena, bytes), bytes);
+    }
+
+    std::vector<testing::Extent> shown;
+    for (const auto& [at, bytes] : live) {
+      for (const testing::Extent& extent : backend.shown(at, bytes)) shown.push_back(extent);
+    }
+    std::sort(shown.begin(), shown.end(), [](const auto& a, const auto& b) { return a.begin < b.begin; });
+    bool apart = true;
+    for (std::size_t i = 1; i < shown.size(); ++i) apart = apart && shown[i - 1].end <= shown[i].begin;
+    EXPECT_TRUE(apart) << "with " << taken_count << " small blocks taken meanwhile";
+    for (const auto& [at, bytes] : live) ASSERT_TRUE(arena->free(at, {}).ok());
+  }
 }
 
 }  // namespace
