@@ -311,7 +311,9 @@ TEST(ProvenConnections, StrangersAreKeptForAWhileAndTheOldestMakesRoom) {
   while (!is_closed(strangers[0]) && std::chrono::steady_clock::now() - begin < 1s)
     ASSERT_TRUE(lower.advance(1ms).ok());
   const bool is_kept = !is_closed(strangers[1]) && !is_closed(strangers.back());
-  if (std::chrono::steady_clock::now() - begin < 1s) EXPECT_TRUE(is_kept);
+  if (std::chrono::steady_clock::now() - begin < 1s) {
+    EXPECT_TRUE(is_kept);
+  }
   EXPECT_TRUE(is_closed(strangers[0]));
 
   while (!is_closed(strangers.back()) && std::chrono::steady_clock::now() - begin < 20s)

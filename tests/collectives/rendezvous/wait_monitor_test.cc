@@ -132,7 +132,9 @@ TEST(WaitMonitor, AWaitThatBeganLaterHasItsOwnDeadline) {
   OneWait first(monitor, 1);
   // Its report shows that half of the time has passed.
   for (WaitReport report; report.waits.empty() || report.waits[0].age < 1s; testing::let_others_run()) {
-    if (const auto text = store->read("wait.0")) ASSERT_TRUE(decode(*text, &report));
+    if (const auto text = store->read("wait.0")) {
+      ASSERT_TRUE(decode(*text, &report));
+    }
   }
 
   OneWait second(monitor, 1);
