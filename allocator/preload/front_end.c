@@ -9,6 +9,7 @@
    Threads: every function may be called from any thread, and before the program's constructors have run. */
 #include <ctype.h>
 #include <dlfcn.h>
+#include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
@@ -348,10 +349,17 @@ EXPORTED DriverResult cuInit(unsigned flags) {
   return result;
 }
 
+/* The core is built without exceptions: a thread that is cancelled within it would never unlock its locks. */
 #define FOREBAY_PRELOAD_ROW(name, symbol, version, NULL_STREAM, parameters, arguments) \
   EXPORTED DriverResult symbol parameters {                                            \
     const HookedCalls* const calls = active_calls();                                   \
-    if (calls != NULL && calls->symbol != NULL) return calls->symbol arguments;        \
+    if (calls != NULL && calls->symbol != NULL) {                                      \
+      int before = PTHREAD_CANCEL_ENABLE;                                              \
+      (void)pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &before);                   \
+      const DriverResult result = calls->symbol arguments;                             \
+      (void)pthread_setcancelstate(before, &before);                                   \
+      return result;                                                                   \
+    }                                                                                  \
     Driver_##symbol* const real = (Driver_##symbol*)real_call(kHooked_##symbol);       \
     return real != NULL ? real arguments : kDriverNotInitialized;                      \
   }

@@ -369,6 +369,15 @@ TEST(PreloadMemory, FreesOnDefaultStreamsOfThreadsDoNotWait) {
   run.expect_no_hazard();
 }
 
+TEST(PreloadMemory, AThreadIsNotCancelledWithinACall) {
+  PreloadRun run(matter("cancelled-threads"), "arena");
+
+  EXPECT_EQ(run.finished.exit_code, 0);
+  EXPECT_EQ(run.finished.output, "returned 4\n");
+  EXPECT_EQ(run.unserved(), 0u);
+  run.expect_no_hazard();
+}
+
 TEST(PreloadMemory, TheArenaServesAgainWhenTheProgramsPoolHasEnded) {
   PreloadRun run(matter("pool-ended"));
 

@@ -1,6 +1,7 @@
 // Properties of allocation that programs rely on, one at a time. Prints the results; a test compares them
 // with and without the preload, or with the expected ones.
 //   memory_program MATTER
+#include <pthread.h>
 #include <sys/resource.h>
 #include <unistd.h>
 
@@ -415,6 +416,32 @@ int frees_of_threads() {
   for (std::thread& thread : threads) thread.join();
   CHECK_CU(driver.cuCtxSynchronize());
   return failures;
+}
+
+// A thread that was cancelled goes on to the end of the call, which holds locks.
+int cancelled_threads() {
+  static std::atomic<int> returned{0};
+  static std::atomic<CuDevicePtr> block{0};
+  for (int i = 0; i < 4; ++i) {
+    pthread_t thread;
+    const auto allocate = [](void*) -> void* {
+      CuDevicePtr address = 0;
+      if (driver.cuCtxSetCurrent(context) != CuResult::kSuccess) return nullptr;
+      (void)pthread_cancel(pthread_self());
+      if (driver.cuMemAlloc_v2(&address, 8 * kMiB) == CuResult::kSuccess) ++returned;
+      block = address;
+      pthread_testcancel();
+      return nullptr;
+    };
+    if (pthread_create(&thread, nullptr, allocate, nullptr) != 0) return 2;
+    void* result = nullptr;
+    (void)pthread_join(thread, &result);
+    if (result != PTHREAD_CANCELED) return 3;
+    if (returned != i + 1) break;  // A lock may be held for good.
+    if (i % 2 == 0) CHECK_CU(driver.cuMemFree_v2(block));
+  }
+  std::printf("returned %d\n", returned.load());
+  return 0;
 }
 
 // The end of the current pool makes the default one current again.
@@ -1427,6 +1454,7 @@ int run(const std::string& matter) {
       {"ended-streams", ended_streams},
       {"trim-beside-work", trim_beside_work},
       {"frees-of-threads", frees_of_threads},
+      {"cancelled-threads", cancelled_threads},
       {"pool-ended", pool_ended},
       {"pinned-again", pinned_again},
       {"handles", handles},
