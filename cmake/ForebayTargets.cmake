@@ -41,6 +41,8 @@ if(FOREBAY_SANITIZE)
   if(FOREBAY_SANITIZE MATCHES "undefined")
     # The core has no RTTI, without which this check calls every object of it invalid.
     target_compile_options(forebay_flags INTERFACE -fno-sanitize=vptr)
+    # GCC takes members that the checks read for uninitialized, as in std::regex.
+    target_compile_options(forebay_flags INTERFACE $<$<COMPILE_LANG_AND_ID:CXX,GNU>:-Wno-maybe-uninitialized>)
   endif()
   target_link_options(forebay_flags INTERFACE -fsanitize=${FOREBAY_SANITIZE})
 endif()
