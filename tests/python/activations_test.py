@@ -1,5 +1,6 @@
 """forebay.offload_activations(): the results of plain torch bit for bit, and what waits off the device."""
 
+import contextlib
 import gc
 import json
 import os
@@ -262,6 +263,22 @@ class OneRank(unittest.TestCase):
         y = torch.ones(64, 64, requires_grad=True)
         y.exp().sum().backward()  # Autograd saves this outside of the model.
         self.assertEqual(y.grad.sum().item(), y.exp().sum().item())
+
+    @unittest.skipUnless(hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"), "torch has it since 2.8")
+    def test_an_interrupt_leaves_the_programs_hooks_as_they_were(self):
+        def interrupt(*_):
+            raise KeyboardInterrupt
+
+        model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+        forebay.offload_activations(model, least_bytes=0)
+        for handle in (None, model[1].register_forward_pre_hook(interrupt)):
+            saved = []
+            with contextlib.suppress(KeyboardInterrupt):
+                with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+                    model(torch.ones(2, 8))
+            x = torch.ones(2, requires_grad=True)
+            x.exp()
+            self.assertEqual(saved, [], handle)  # Those of the model hide them, and outside they are no more.
 
     def test_an_interrupt_within_a_save(self):
         model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import numbers
 import warnings
-from typing import Any, Dict, List, NamedTuple, Optional, Set, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Set, Tuple
 
 import torch
 from torch import nn
@@ -101,6 +102,49 @@ def kept(one: Kept) -> torch.Tensor:
     return t
 
 
+# The saved_tensors_hooks() that the program is in. torch has it since 2.8.
+program_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+
+
+class Hooks:
+    """As torch.autograd.graph.saved_tensors_hooks, from here to leave(). The pair that the program is in, `replaced`, returns then.
+
+    After KeyboardInterrupt torch calls no hook of a module, so nobody calls leave(). A context of the program around the pass then pops the
+    top of the stack: this pair, which is in the place of its own.
+    """
+
+    def __init__(self, pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
+        self.is_left = False
+        while (top := self.on_top()) is not None and top.is_left:
+            top.leave()
+        self.replaced = program_hooks(False) if program_hooks is not None else None
+        pack = functools.partial(pack)
+        pack.hooks = self
+        if self.replaced is not None:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+    @staticmethod
+    def of(pair: Optional[Tuple[Any, Any]]) -> Optional["Hooks"]:
+        hooks = getattr(pair[0], "hooks", None) if pair is not None else None
+        return hooks if isinstance(hooks, Hooks) else None
+
+    @classmethod
+    def on_top(cls) -> Optional["Hooks"]:
+        return cls.of(program_hooks(False)) if program_hooks is not None else None
+
+    def leave(self) -> None:
+        self.is_left = True
+        if program_hooks is not None and self.on_top() is not self:
+            return  # After an interrupt: popped, or below others; then the next Hooks of its thread ends them.
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        pair, self.replaced = self.replaced, None  # A graph may keep `pack`, and must not keep the program's hooks with it.
+        while (hooks := self.of(pair)) is not None and hooks.is_left:
+            pair = hooks.replaced
+        if pair is not None:
+            torch._C._autograd._push_saved_tensors_default_hooks(*pair)
+
+
 class ActivationOffload:
     """The result of offload_activations(). remove() ends it; so does `with`."""
 
@@ -128,7 +172,7 @@ class ActivationOffload:
         # Saved activations whose graph is gone on this rank. When it goes depends on the rank (garbage collection, a
         # reference that one of them keeps), and the order of the gathers on what is in flight.
         self.freed: List[Tuple[_Pass, int]] = []
-        self.hooks: Optional[torch.autograd.graph.saved_tensors_hooks] = None
+        self.hooks: Optional[Hooks] = None
         self.depth, self.count = 0, 0
         self.skipped: set = set()
         self.handles = [model.register_forward_pre_hook(self._before, prepend=True),
@@ -160,8 +204,7 @@ class ActivationOffload:
         self.count += 1
         self.skipped = {t.untyped_storage().data_ptr() for t in
                         itertools.chain(self.model.parameters(), self.model.buffers()) if not t.is_meta}
-        self.hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-        self.hooks.__enter__()
+        self.hooks = Hooks(self._pack, self._unpack)
 
     @uncompiled
     def _after(self, *_: Any) -> None:
@@ -173,7 +216,7 @@ class ActivationOffload:
         self.depth = 0
         if self.hooks is None:
             return
-        self.hooks.__exit__(None, None, None)
+        self.hooks.leave()
         self.current.known.clear()
         if self.current.alive:
             self.in_flight.append(self.current)

@@ -26,7 +26,7 @@ from torch import nn
 from forebay import _library, core
 from forebay._library import InvalidArgument, Unsupported
 from forebay.torch import deepspeed, describe, guard, memory, stand_in
-from forebay.torch.activations import Kept, keep, kept
+from forebay.torch.activations import Hooks, Kept, keep, kept, program_hooks
 from forebay.torch.uncompiled import calls_on_stack, is_in_state_dict, uncompiled
 
 
@@ -39,8 +39,6 @@ _library.ADVICE["every rank must issue the same operations in the same order"] =
 _REPLACED = ("parameter {} was replaced or removed after shard(), as torch.func.functional_call() does, and the engine would go on with "
              "the old one; do that before shard(), and write values within forebay.gathered(model, write=True)")
 _ADDRESS, _IS_DENSE, _VERSION = torch.Tensor.data_ptr, torch.Tensor.is_contiguous, torch.Tensor._version.__get__
-# The saved_tensors_hooks() that the program is in. torch has it since 2.8; before, no reads are seen in backward passes.
-_program_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 _ANY_TASK = -2
 
 
@@ -80,7 +78,7 @@ class _Call:
         self.has_inputs = False  # Some input wants a gradient.
         self.outputs = 0
         self.program: Optional[Tuple[Callable[..., Any], Callable[..., Any]]] = None  # Its hooks of saved tensors.
-        self.hooks: Optional[torch.autograd.graph.saved_tensors_hooks] = None
+        self.hooks: Optional[Hooks] = None
         self.exchanged: List[Tuple[Any, Any, Any, Any]] = []  # In lists and dicts of the program: where, the old one, the new one.
         self.start(-1)
 
@@ -102,21 +100,18 @@ class _Call:
         """From now on to unwatch(). Not at stages where weights stay."""
         if self.unit.owner.stage != 3 or not torch.is_grad_enabled():
             return
-        if _program_hooks is None or not torch._C._autograd._saved_tensors_hooks_is_enabled():
+        # Without program_hooks() no reads are seen in backward passes.
+        if program_hooks is None or not torch._C._autograd._saved_tensors_hooks_is_enabled():
             self.unit.is_unwatched = True
             return
-        while True:
-            outer = _top_call()
-            if outer is None or outer.hooks is not None:
-                break
-            torch._C._autograd._pop_saved_tensors_default_hooks()  # See unwatch().
-        self.program = outer.program if outer else _program_hooks(False)
-        self.hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
-        self.hooks.__enter__()
+        self.hooks = Hooks(self.pack, self.unpack)
+        outer = getattr(self.hooks.replaced[0], "func", None) if self.hooks.replaced else None
+        outer = getattr(outer, "__self__", None)
+        self.program = outer.program if isinstance(outer, _Call) else self.hooks.replaced
 
     def unwatch(self) -> None:
-        if self.hooks is not None and _top_call() is self:  # Else, after an interrupt, the next pass of its thread drops them.
-            self.hooks.__exit__(None, None, None)
+        if self.hooks is not None:
+            self.hooks.leave()
         self.hooks = None
 
     def end_forward(self) -> None:
@@ -149,13 +144,6 @@ class _Call:
         if not any(unit.has_values for unit in units):
             units[0].owner.refuse_double_backward()
             units[0].read_backward()
-
-
-def _top_call() -> Optional[_Call]:
-    """The call of which the hooks of saved tensors are on top of this thread's stack."""
-    top = _program_hooks(False)
-    owner = getattr(top[0], "__self__", None) if top else None
-    return owner if isinstance(owner, _Call) else None
 
 
 class _Backward:
@@ -1106,9 +1094,9 @@ class Sharded:
     @staticmethod
     def refuse_unseen(unit: Unit, p: nn.Parameter) -> None:
         """Errors: Unsupported where operators may have read released weights before this gradient."""
-        if unit.plan.is_table or _program_hooks is None and unit.plan.own == [p] and p.dim() < 2:  # As a scale or a bias.
+        if unit.plan.is_table or program_hooks is None and unit.plan.own == [p] and p.dim() < 2:  # As a scale or a bias.
             return
-        reason = ("PyTorch before 2.8 does not show the weights that operators save" if _program_hooks is None else
+        reason = ("PyTorch before 2.8 does not show the weights that operators save" if program_hooks is None else
                   "disable_saved_tensors_hooks() hid the weights that operators saved")
         raise Unsupported(f"{unit.name} got a gradient before the tensors that it returned, as under torch.vmap(), and {reason}, so the "
                           "pass has read released ones; return the tensors of the loss in a tuple, list, dict or dataclass, or use "
