@@ -115,8 +115,6 @@ class Hooks:
 
     def __init__(self, pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
         self.is_left = False
-        while (top := self.on_top()) is not None and top.is_left:
-            top.leave()
         self.replaced = program_hooks(False) if program_hooks is not None else None
         pack = functools.partial(pack)
         pack.hooks = self
@@ -129,20 +127,24 @@ class Hooks:
         hooks = getattr(pair[0], "hooks", None) if pair is not None else None
         return hooks if isinstance(hooks, Hooks) else None
 
-    @classmethod
-    def on_top(cls) -> Optional["Hooks"]:
-        return cls.of(program_hooks(False)) if program_hooks is not None else None
-
     def leave(self) -> None:
+        if program_hooks is None:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+            return
         self.is_left = True
-        if program_hooks is not None and self.on_top() is not self:
-            return  # After an interrupt: popped, or below others; then the next Hooks of its thread ends them.
-        torch._C._autograd._pop_saved_tensors_default_hooks()
-        pair, self.replaced = self.replaced, None  # A graph may keep `pack`, and must not keep the program's hooks with it.
-        while (hooks := self.of(pair)) is not None and hooks.is_left:
-            pair = hooks.replaced
-        if pair is not None:
-            torch._C._autograd._push_saved_tensors_default_hooks(*pair)
+        above = []  # After an interrupt the program may have entered others.
+        while (pair := program_hooks(False)) is not None:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+            if self.of(pair) is self:
+                above.append(self.replaced)
+                self.replaced = None  # A graph may keep `pack`, and must not keep the program's hooks with it.
+                break
+            above.append(pair)
+        for pair in reversed(above):
+            while (hooks := self.of(pair)) is not None and hooks.is_left:
+                pair = hooks.replaced
+            if pair is not None:
+                torch._C._autograd._push_saved_tensors_default_hooks(*pair)
 
 
 class ActivationOffload:
