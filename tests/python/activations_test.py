@@ -278,7 +278,7 @@ class OneRank(unittest.TestCase):
                     model(torch.ones(2, 8))
             x = torch.ones(2, requires_grad=True)
             x.exp()
-            self.assertEqual(saved, [], handle)  # Those of the model hide them, and outside they are no more.
+            self.assertEqual(saved, [], handle)  # The model's pair hides the program's, which ends with its block.
 
     def test_an_interrupt_within_a_save(self):
         model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
